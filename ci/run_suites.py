@@ -1,0 +1,123 @@
+"""Runs the suites of one lane of ci/suites.toml and holds each to its share of time.
+
+Needs only the standard library, because the first suite of the CPU lane is the set-up itself.
+A suite fails when its command fails or takes longer than its share; the others still run, unless
+the failed one is `required` by them. Exits non-zero when any suite failed.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One entry of ci/suites.toml."""
+
+    name: str
+    minutes: float
+    run: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a suite ended: `failure` is None or a sentence."""
+
+    suite: Suite
+    seconds: float
+    failure: str | None
+
+
+def suites_of(lane: str, text: str) -> list[Suite]:
+    """The suites of a lane; raises ValueError naming the lanes there are."""
+    lanes = tomllib.loads(text)
+    if lane not in lanes:
+        raise ValueError(f"ci/suites.toml has no lane {lane!r}; it has {', '.join(lanes)}")
+    return [Suite(**entry) for entry in lanes[lane]]
+
+
+def run_suite(suite: Suite) -> Outcome:
+    """Runs one suite, without standard input, and ends all it started when its time is up."""
+    command = [word.replace("{python}", sys.executable) for word in suite.run]
+    print(f"\n=== {suite.name}: {' '.join(command)}", flush=True)
+    started = time.monotonic()
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **suite.env},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        failure = None
+        try:
+            status = process.wait(timeout=suite.minutes * 60)
+            if status:
+                failure = f"exit status {status}"
+        except subprocess.TimeoutExpired:
+            failure = f"took longer than its share of {suite.minutes:g} min and was ended"
+        finally:
+            end_group(process.pid)
+    seconds = time.monotonic() - started
+    print(f"=== {suite.name}: {failure or 'passed'} after {seconds:.0f} s", flush=True)
+    return Outcome(suite, seconds, failure)
+
+
+def end_group(group: int) -> None:
+    """Ends whatever a suite left running, so that no server outlives it."""
+    try:
+        os.killpg(group, signal.SIGTERM)
+        time.sleep(0.5)
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def run_lane(suites: list[Suite]) -> list[Outcome]:
+    """Runs suites in order and stops only after a required one failed."""
+    outcomes = []
+    for suite in suites:
+        outcomes.append(run_suite(suite))
+        if suite.required and outcomes[-1].failure:
+            break
+    return outcomes
+
+
+def report(suites: list[Suite], outcomes: list[Outcome]) -> int:
+    """Prints one line for each suite and returns the exit status."""
+    print("\nsuite                  seconds   share  result")
+    for outcome in outcomes:
+        print(
+            f"{outcome.suite.name:22} {outcome.seconds:7.0f} {outcome.suite.minutes * 60:7.0f}  "
+            f"{outcome.failure or 'passed'}"
+        )
+    for suite in suites[len(outcomes) :]:
+        print(f"{suite.name:22}       -       -  not reached")
+    failed = sum(outcome.failure is not None for outcome in outcomes)
+    print(f"suites: {len(outcomes) - failed} passed, {failed} failed")
+    return 1 if failed or len(outcomes) < len(suites) else 0
+
+
+def main(argv: list[str]) -> int:
+    """`ci/run LANE`."""
+    if len(argv) != 1:
+        print("usage: ci/run LANE, with a lane of ci/suites.toml", file=sys.stderr)
+        return 2
+    try:
+        suites = suites_of(argv[0], (ROOT / "ci" / "suites.toml").read_text())
+    except ValueError as error:
+        print(f"ci/run: {error}", file=sys.stderr)
+        return 2
+    return report(suites, run_lane(suites))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
