@@ -18,6 +18,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from inkling_portable.model.config import AudioConfig, VisionConfig
+
 PAD_PIXEL = -1.0
 """Value outside the picture, on the 0..255 scale, before normalisation."""
 
@@ -111,11 +113,13 @@ class AudioSettings:
         return -(-samples // self.hop_length)
 
 
-def image_settings(vision: Any, processor: Mapping[str, Any], **limits: Any) -> ImageSettings:
+def image_settings(
+    vision: VisionConfig, processor: Mapping[str, Any], **limits: Any
+) -> ImageSettings:
     """Settings from a vision config and the checkpoint's processor file.
 
     Args:
-        vision: object with `patch_size` and `temporal_patch_size`.
+        vision: the checkpoint's vision tower.
         processor: contents of processor_config.json or preprocessor_config.json, or {}.
         limits: fields of `ImageSettings` that a server sets, None meaning "not said".
 
@@ -123,7 +127,7 @@ def image_settings(vision: Any, processor: Mapping[str, Any], **limits: Any) -> 
         ValueError: the files contradict each other, or a value is out of range.
     """
     given = processor.get("image_processor", processor)
-    patch, size = int(vision.patch_size), given.get("size")
+    patch, size = vision.patch_size, given.get("size")
     if isinstance(size, Mapping) and "height" in size:
         size = size.get("height"), size.get("width")
         if size != (patch, patch):
@@ -137,16 +141,17 @@ def image_settings(vision: Any, processor: Mapping[str, Any], **limits: Any) -> 
         "rescale_image_frac": given.get("rescale_image_frac"),
         "rescale_image_max_upscaled_long_edge": given.get("rescale_image_max_upscaled_long_edge"),
     }
-    settings = ImageSettings(patch, int(vision.temporal_patch_size))
+    settings = ImageSettings(patch, vision.temporal_patch_size)
     return _with(_with(settings, chosen), limits)
 
 
-def audio_settings(audio: Any, processor: Mapping[str, Any], **limits: Any) -> AudioSettings:
+def audio_settings(
+    audio: AudioConfig, processor: Mapping[str, Any], **limits: Any
+) -> AudioSettings:
     """Settings from an audio config and the checkpoint's processor file.
 
     Args:
-        audio: object with `n_mel_bins` and `mel_vocab_size`, and in the original dialect
-            `dmel_min_value` and `dmel_max_value` (log10 units).
+        audio: the checkpoint's audio tower.
         processor: contents of processor_config.json or preprocessor_config.json, or {}.
         limits: fields of `AudioSettings` that a server sets, None meaning "not said".
 
@@ -154,7 +159,7 @@ def audio_settings(audio: Any, processor: Mapping[str, Any], **limits: Any) -> A
         ValueError: the files contradict each other, or a value is out of range.
     """
     given = processor.get("feature_extractor", processor)
-    bins, levels = int(audio.n_mel_bins), int(audio.mel_vocab_size)
+    bins, levels = audio.mel_bins, audio.mel_levels
     for name, ours, theirs in (
         ("feature_size", bins, given.get("feature_size")),
         ("num_dmel_bins", levels, processor.get("num_dmel_bins")),
@@ -167,13 +172,8 @@ def audio_settings(audio: Any, processor: Mapping[str, Any], **limits: Any) -> A
     rate = int(given.get("sampling_rate", AudioSettings.sampling_rate))
     hop = _whole(given.get("audio_token_duration_s", 0.05) * rate, "audio_token_duration_s")
     window = _whole(given.get("window_size_multiplier", 2.0) * hop, "window_size_multiplier")
-    low, high = (
-        _first(processor.get(key), getattr(audio, key, None), default)
-        for key, default in (
-            ("dmel_min_value", AudioSettings.low),
-            ("dmel_max_value", AudioSettings.high),
-        )
-    )
+    low = _first(processor.get("dmel_min_value"), audio.min_value, AudioSettings.low)
+    high = _first(processor.get("dmel_max_value"), audio.max_value, AudioSettings.high)
     settings = AudioSettings(
         rate, hop, window, int(given.get("n_fft") or window), bins, levels, float(low), float(high)
     )
@@ -248,8 +248,8 @@ def dmel_levels(samples: Any, settings: AudioSettings) -> Tensor:
         limit = settings.max_tokens
         seconds = settings.hop_length / settings.sampling_rate
         raise ValueError(
-            f"audio may take at most {limit} tokens ({limit * seconds:g} s); this clip takes {count} "
-            f"({count * seconds:g} s); send a shorter one or raise max_audio_tokens in "
+            f"audio may take at most {limit} tokens ({limit * seconds:g} s); this clip takes "
+            f"{count} ({count * seconds:g} s); send a shorter one or raise max_audio_tokens in "
             "--mm-processor-kwargs"
         )
     before = settings.n_fft - settings.hop_length
@@ -375,7 +375,7 @@ def _half_up(length: float) -> int:
 def _whole(samples: float, name: str) -> int:
     if abs(samples - round(samples)) > 1e-6 or round(samples) < 1:
         raise ValueError(
-            f"{name} needs to come to a whole number of samples; found {samples}; "
+            f"{name} needs to come to a whole number of samples; found {samples:g}; "
             "correct the processor file"
         )
     return round(samples)
