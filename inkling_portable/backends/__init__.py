@@ -1,0 +1,1 @@
+"""Tables of offers. The order in which they are read: own vendor, triton, reference."""

@@ -1,0 +1,24 @@
+"""Offers that are the engine's own: vLLM's fused mixture-of-experts layer.
+
+Its refusals that we know of are written here as data, with the versions they hold for, so that
+`explain` can state them for a machine that is not present. The engine is never probed.
+"""
+
+from inkling_portable.registry import Facts, Offer, needs
+from inkling_portable.target import Target
+
+
+def engine_has_experts(target: Target, facts: Facts) -> str | None:
+    """Known refusals of vLLM 0.26 to 0.33 for Inkling's routed experts."""
+    if target.vendor == "cpu" and facts.weights in ("nvfp4", "mxfp4"):
+        return f"vLLM has no {facts.weights.upper()} experts for a CPU"
+    if facts.weights == "mxfp4" and target.arch == "gfx942" and facts.moe_backend == "aiter":
+        return "vLLM has no AITER MXFP4 kernel for gfx942 that accepts custom routing"
+    return None
+
+
+OFFERS: tuple[Offer, ...] = (
+    # The name of the engine's layer, not a function: the model builds that layer when this row
+    # is chosen.
+    Offer("routed_experts", "engine", "engine", (needs(vllm=">=0.26,<0.34"), engine_has_experts)),
+)

@@ -1,0 +1,23 @@
+"""The contracts: every op of the model, its arithmetic, inputs and tolerance, one file per area."""
+
+from inkling_portable.registry import Offer, offers_in
+
+offer = offers_in(__name__)
+
+OFFERS: tuple[Offer, ...] = (
+    offer("rms_norm", "reference", ".norm:rms_norm"),
+    offer("embed_norm", "reference", ".norm:embed_norm"),
+    offer("embed_norm_chain", "reference", ".norm:embed_norm_chain"),
+    offer("concat_norms", "reference", ".norm:concat_norms"),
+    offer("token_requests", "reference", ".short_conv:token_requests"),
+    offer("conv_residual_norm", "reference", ".short_conv:conv_residual_norm"),
+    offer("qkvr_prep", "reference", ".attention:qkvr_prep"),
+    offer("rel_attention", "reference", ".attention:rel_attention"),
+    offer("gate_logits", "reference", ".experts:gate_logits"),
+    offer("route", "reference", ".experts:route"),
+    offer("swiglu", "reference", ".experts:swiglu"),
+    offer("sink_experts", "reference", ".experts:sink_experts"),
+    offer("routed_experts", "reference", ".experts:routed_experts"),
+    offer("norm_gelu", "reference", ".towers:norm_gelu"),
+    offer("dmel_embed_norm", "reference", ".towers:dmel_embed_norm"),
+)

@@ -1,0 +1,225 @@
+"""Contracts of attention: qkvr_prep and rel_attention."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inkling_portable.backends.reference._common import acc, rms, store
+from inkling_portable.backends.reference.batch import draw_batch, draw_pages, poison
+from inkling_portable.backends.reference.short_conv import causal_conv
+from inkling_portable.inputs import Draw
+from inkling_portable.numerics import exact, within_twice_baseline
+from inkling_portable.registry import op
+
+DTYPES = (torch.float32, torch.bfloat16)
+# Query heads per KV head times KV heads; ratios 1, 4, 8 and 16.
+HEADS = ((1, 1), (2, 2), (4, 1), (8, 2), (8, 1), (16, 1))
+# At most this many scores exist at once on the reference path (32 MiB in float32).
+SCORE_BUDGET = 1 << 23
+
+
+def _prep_inputs(draw: Draw) -> dict[str, Any]:
+    dtype, batch = draw.choice(DTYPES), draw_batch(draw)
+    (heads, kv_heads), width = draw.choice(HEADS), draw.choice((16, 64, 128))
+    d_rel, extent, taps = draw.choice((8, 16)), draw.choice((16, 40, 128)), 4
+    conv = draw_pages(draw, batch, page=draw.choice((4, 8, 5)), window=4)
+    kv = draw_pages(draw, batch, page=draw.choice((16, 64, 128)))
+    total = heads * (width + d_rel) + 2 * kv_heads * width
+    return {
+        "qkvr": poison(draw.tensor((batch.rows, total), dtype), batch),
+        "k_conv": draw.tensor((kv_heads * width, taps), dtype),
+        "v_conv": draw.tensor((kv_heads * width, taps), dtype),
+        "q_norm": draw.tensor((width,), dtype, "gain"),
+        "k_norm": draw.tensor((width,), dtype, "gain"),
+        "rel_proj": draw.tensor((d_rel, extent), dtype),
+        "eps": 1e-6,
+        "log_floor": draw.choice((0.0, 24.0)),
+        "log_alpha": 0.1,
+        "k_state": conv.cache(draw, kv_heads, width, dtype),
+        "v_state": conv.cache(draw, kv_heads, width, dtype),
+        "conv_slots": conv.slots,
+        "conv_pages": conv.pages,
+        "k_cache": kv.cache(draw, kv_heads, width, dtype),
+        "v_cache": kv.cache(draw, kv_heads, width, dtype),
+        "kv_slots": kv.slots,
+        "requests": batch.requests,
+        "q_starts": batch.q_starts,
+        "positions": batch.positions,
+    }
+
+
+@op(
+    inputs=_prep_inputs,
+    tolerance=(within_twice_baseline(), within_twice_baseline(), exact(), exact(),
+               within_twice_baseline(), within_twice_baseline()),
+    mutates=("k_state", "v_state", "k_cache", "v_cache"),
+)  # fmt: skip
+def qkvr_prep(
+    qkvr: Tensor,
+    k_conv: Tensor,
+    v_conv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    rel_proj: Tensor,
+    eps: float,
+    log_floor: float,
+    log_alpha: float,
+    k_state: Tensor,
+    v_state: Tensor,
+    conv_slots: Tensor,
+    conv_pages: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_slots: Tensor,
+    requests: Tensor,
+    q_starts: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """From the fused projection to attention's inputs and caches (spec 2.2, steps 3 to 6).
+
+    qkvr [T, Hq*D + 2*Hkv*D + Hq*d_rel], order q, k, v, r; k_conv, v_conv [Hkv*D, K]; q_norm,
+    k_norm [D]; rel_proj [d_rel, Ext]; k_state, v_state [blocks, block, Hkv, D]; k_cache, v_cache
+    [pages, page, Hkv, D]; slots and batch arguments as in the conv contract. log_floor 0 turns the
+    log-length gain off, else q and rel are multiplied by 1 + log_alpha * ln(max((p+1)/floor, 1)).
+    -> (q [T, Hq, D], rel [T, Hq, Ext]). The caches get the convolved, normed key and
+    the convolved value.
+    """
+    rows, d_rel = qkvr.shape[0], rel_proj.shape[0]
+    kv_heads, width = k_cache.shape[2], q_norm.shape[0]
+    heads = (qkvr.shape[1] - 2 * kv_heads * width) // (width + d_rel)
+    q, k, v, r = qkvr.split(
+        [heads * width, kv_heads * width, kv_heads * width, heads * d_rel], dim=1
+    )
+    k = causal_conv(k, k_conv, k_state, conv_slots, conv_pages, requests, q_starts, positions)
+    v = causal_conv(v, v_conv, v_state, conv_slots, conv_pages, requests, q_starts, positions)
+    q = rms(q.reshape(rows, heads, width), q_norm, eps)
+    k = rms(k.reshape(rows, kv_heads, width), k_norm, eps)
+    rel = store(acc(r.reshape(rows, heads, d_rel)) @ acc(rel_proj), qkvr)
+    if log_floor > 0:
+        q, rel = (_log_gain(x, positions, log_floor, log_alpha) for x in (q, rel))
+    write = kv_slots >= 0
+    page, offset = kv_slots[write] // k_cache.shape[1], kv_slots[write] % k_cache.shape[1]
+    k_cache[page, offset] = k[write].to(k_cache.dtype)
+    v_cache[page, offset] = v.reshape(rows, kv_heads, width)[write].to(v_cache.dtype)
+    return q, rel
+
+
+def _log_gain(x: Tensor, positions: Tensor, floor: float, alpha: float) -> Tensor:
+    wide = acc(x)
+    steps = (positions + 1).to(wide.dtype) / floor
+    gain = 1 + alpha * torch.log(steps.clamp_min(1))
+    return store(wide * gain[:, None, None], x)
+
+
+def _attention_inputs(draw: Draw) -> dict[str, Any]:
+    dtype, batch = draw.choice(DTYPES), draw_batch(draw, max_context=300, max_new=70)
+    (heads, kv_heads), width = draw.choice(HEADS), draw.choice((16, 64, 128))
+    window, extent = draw.choice(((0, 40), (16, 16), (0, 128), (48, 48), (48, 16), (20, 64)))
+    paged = draw_pages(draw, batch, page=draw.choice((16, 64, 128)), window=window)
+    shape = (batch.rows, heads, width)
+    return {
+        "q": poison(draw.tensor(shape, dtype), batch),
+        "k_cache": _poison_unused(
+            paged.cache(draw, kv_heads, width, dtype), paged.pages, batch.kv_lens
+        ),
+        "v_cache": _poison_unused(
+            paged.cache(draw, kv_heads, width, dtype), paged.pages, batch.kv_lens
+        ),
+        "rel": poison(draw.tensor((batch.rows, heads, extent), dtype), batch),
+        "pages": paged.pages,
+        "q_starts": batch.q_starts,
+        "kv_lens": batch.kv_lens,
+        "max_q": max([0, *batch.lengths]) + draw.choice((0, 3)),
+        "max_kv": int(max([0, *batch.kv_lens.tolist()])) + draw.choice((0, 100)),
+        "window": window,
+        "scale": 1 / width,
+        "out": torch.full(shape, float("nan"), dtype=dtype),
+    }
+
+
+def _poison_unused(cache: Tensor, pages: Tensor, kv_lens: Tensor) -> Tensor:
+    """NaN in every cache row that no request owns, null page and last page's tail included."""
+    used = torch.zeros(cache.shape[:2], dtype=torch.bool)
+    for table, length in zip(pages.tolist(), kv_lens.tolist(), strict=True):
+        for i, page in enumerate(table):
+            used[page, : max(0, min(cache.shape[1], length - i * cache.shape[1]))] = True
+    used[0] = False
+    cache[~used] = float("nan")
+    return cache
+
+
+@op(inputs=_attention_inputs, tolerance=within_twice_baseline(), mutates=("out",))
+def rel_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rel: Tensor,
+    pages: Tensor,
+    q_starts: Tensor,
+    kv_lens: Tensor,
+    max_q: int,
+    max_kv: int,
+    window: int,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Causal attention over paged keys, with a learnt bias on near distances (spec 2.2).
+
+    q, out [T, Hq, D]; k_cache, v_cache [pages, page, Hkv, D], any strides; rel [T, Hq, Ext];
+    pages [B, P] int32; q_starts [B + 1] int32; kv_lens [B] int32, new tokens included; max_q and
+    max_kv bound a request's new tokens and its length. window 0 means no window, else keys at
+    distance 0 .. window-1 are visible and older pages may be freed. The bias is added after
+    scaling, and is 0 beyond the extent. Rows past q_starts[B] get 0.
+    """
+    heads, kv_heads = q.shape[1], k_cache.shape[2]
+    starts, lengths = q_starts.tolist(), kv_lens.tolist()
+    for b, length in enumerate(lengths):
+        first, stop = starts[b], starts[b + 1]
+        tile = max(1, SCORE_BUDGET // max(1, heads * length))
+        for row in range(first, stop, tile):
+            end = min(stop, row + tile)
+            last = length - (stop - end)  # keys this tile's last query can see
+            low = max(0, length - (stop - row) - (window - 1)) if window else 0
+            keys = _gather(k_cache, pages[b], low, last)
+            values = _gather(v_cache, pages[b], low, last)
+            positions = torch.arange(last - (end - row), last, device=q.device)
+            delta = positions[:, None] - torch.arange(low, last, device=q.device)
+            out[row:end] = _attend(
+                q[row:end], keys, values, rel[row:end], delta, window, scale, kv_heads
+            )
+    out[starts[-1] :] = 0
+
+
+def _gather(cache: Tensor, table: Tensor, low: int, high: int) -> Tensor:
+    """Rows low .. high-1 of one request: [keys, Hkv, D]."""
+    page = cache.shape[1]
+    blocks = table[low // page : -(-high // page)].long()
+    flat = cache[blocks].flatten(0, 1)
+    return flat[low % page : low % page + high - low]
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rel: Tensor,
+    delta: Tensor,
+    window: int,
+    scale: float,
+    kv_heads: int,
+) -> Tensor:
+    """q [n, Hq, D]; keys, values [m, Hkv, D]; rel [n, Hq, Ext]; delta [n, m] -> [n, Hq, D]."""
+    rows, heads, width = q.shape
+    group, extent = heads // kv_heads, rel.shape[-1]
+    grouped = acc(q).reshape(rows, kv_heads, group, width).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = grouped @ acc(keys).to(grouped.dtype).permute(1, 2, 0)  # [Hkv, group * n, m]
+    scores = scores.reshape(heads, rows, -1) * scale
+    near = delta.clamp(0, extent - 1).expand(heads, -1, -1)
+    bias = acc(rel).transpose(0, 1).gather(2, near).to(scores.dtype)
+    scores = scores + torch.where((delta >= 0) & (delta < extent), bias, 0)
+    hidden = (delta < 0) | (delta >= window) if window else delta < 0
+    scores = scores.masked_fill(hidden, float("-inf"))
+    weights = store(scores.softmax(-1), q).reshape(kv_heads, group * rows, -1)
+    mixed = acc(weights) @ acc(values).to(scores.dtype).transpose(0, 1)
+    return store(mixed.reshape(heads, rows, width).transpose(0, 1), q)

@@ -1,0 +1,162 @@
+"""Contracts of the short convolution: token_requests and conv_residual_norm.
+
+The state of a stream is a paged cache of its *inputs*, addressed by absolute position (spec 3.3):
+a rejected draft is overwritten when its position runs again, and a fresh request needs no clearing
+since taps before position 0 are zero.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inkling_portable.backends.reference._common import acc, rms, store
+from inkling_portable.backends.reference.batch import Batch, Paged, draw_batch, draw_pages, poison
+from inkling_portable.inputs import Draw
+from inkling_portable.numerics import exact, within_twice_baseline
+from inkling_portable.registry import op
+
+
+def causal_conv(
+    z: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    requests: Tensor,
+    q_starts: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Depthwise causal convolution with inner residual; writes the inputs `z` to `state`.
+
+    z [T, C]; weight [C, K], tap K-1 for the current token; state [blocks, block, G, W] with
+    G * W = C; slots [T]; pages [B, P]; requests, positions [T]; q_starts [B + 1] -> [T, C].
+    Padding rows (request -1) come back unchanged.
+    """
+    rows, taps = z.shape[0], weight.shape[1]
+    padding = requests < 0
+    if rows == 0 or q_starts.numel() < 2:
+        return z.clone()
+    request = requests.clamp_min(0).long()
+    block = state.shape[1]
+    wide, kernel = acc(z), acc(weight).to(acc(z).dtype)
+    total = wide * (1 + kernel[:, taps - 1])
+    row = torch.arange(rows, device=z.device)
+    for back in range(1, taps):
+        position = positions - back
+        inside = row - back >= q_starts[request]
+        older = (position >= 0).logical_and(~inside)
+        at = torch.where(older, position, 0)
+        page = torch.where(older, pages[request, at // block].long(), 0)
+        cached = acc(state[page, at % block].reshape(rows, -1)).to(wide.dtype)
+        shifted = wide.roll(back, 0) if rows else wide
+        tap = torch.where(inside[:, None], shifted, cached)
+        tap = torch.where((position >= 0)[:, None], tap, torch.zeros_like(tap))
+        total = total + tap * kernel[:, taps - 1 - back]
+    write = slots >= 0
+    at = slots[write]
+    state[at // block, at % block] = z[write].reshape(-1, *state.shape[2:]).to(state.dtype)
+    return torch.where(padding[:, None], z, store(total, z))
+
+
+def draw_stream(draw: Draw, batch: Batch) -> tuple[Paged, int, int, int]:
+    """Block table, groups G, width W per group and taps K of one convolution stream."""
+    paged = draw_pages(draw, batch, page=draw.choice((4, 8, 32, 5)), window=4)
+    return paged, draw.choice((1, 2, 3)), draw.choice((16, 64, 7)), draw.choice((4, 2))
+
+
+def _token_requests_inputs(draw: Draw) -> dict[str, Any]:
+    batch = draw_batch(draw)
+    return {"q_starts": batch.q_starts, "out": torch.full((batch.rows,), -7, dtype=torch.int32)}
+
+
+@op(inputs=_token_requests_inputs, tolerance=exact(), mutates=("out",))
+def token_requests(q_starts: Tensor, out: Tensor) -> None:
+    """Request of every row: q_starts [B + 1] int32; out [T] int32, -1 past the last."""
+    rows = torch.arange(out.shape[0], device=out.device, dtype=torch.int32)
+    request = torch.searchsorted(q_starts, rows, right=True) - 1
+    out.copy_(torch.where(rows < q_starts[-1], request, -1))
+
+
+def _conv_inputs(draw: Draw) -> dict[str, Any]:
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    batch = draw_batch(draw)
+    paged, groups, width, taps = draw_stream(draw, batch)
+    hidden, shape = groups * width, (batch.rows, groups * width)
+    normed = draw.choice((True, True, False))
+    return {
+        "partial": poison(draw.tensor(shape, dtype), batch),
+        "extra": poison(draw.tensor(shape, dtype), batch) if draw.choice((False, True)) else None,
+        "residual": poison(draw.tensor(shape, dtype), batch),
+        "conv_weight": draw.tensor((hidden, taps), dtype),
+        "norm_weight": draw.tensor((hidden,), dtype, "gain") if normed else None,
+        "eps": 1e-6,
+        "state": paged.cache(draw, groups, width, dtype),
+        "slots": paged.slots,
+        "pages": paged.pages,
+        "requests": batch.requests,
+        "q_starts": batch.q_starts,
+        "positions": batch.positions,
+        "group": "",
+    }
+
+
+@op(
+    inputs=_conv_inputs,
+    tolerance=(within_twice_baseline(), within_twice_baseline(), exact()),
+    mutates=("state",),
+)
+def conv_residual_norm(
+    partial: Tensor,
+    extra: Tensor | None,
+    residual: Tensor,
+    conv_weight: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    state: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    requests: Tensor,
+    q_starts: Tensor,
+    positions: Tensor,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """End of a branch: sum the partials, short convolution, residual add, next norm (spec 2.2, 3).
+
+    partial, extra, residual [T, H]: this rank's shares of the branch output and the replicated
+    residual. conv_weight [H / ranks, K]: this rank's contiguous channels. norm_weight [H], or None
+    where no norm follows. state and the batch arguments as in `causal_conv`; `group` names the
+    process group whose ranks hold the other partials, "" for one rank.
+    -> (normed [T, H], or [0, H] without a norm; new residual [T, H]).
+    """
+    total = partial if extra is None else store(acc(partial) + acc(extra), partial)
+    if group:
+        total = _reduce_scatter(total, group)
+    branch = causal_conv(total, conv_weight, state, slots, pages, requests, q_starts, positions)
+    if group:
+        branch = _all_gather(branch, group)
+    summed = store(acc(residual) + acc(branch), residual)
+    normed = summed[:0] if norm_weight is None else rms(summed, norm_weight, eps)
+    return normed, summed
+
+
+def _reduce_scatter(x: Tensor, group: str) -> Tensor:
+    """[T, H] partial sums -> this rank's contiguous channels [T, H / ranks]."""
+    ranks = _process_group(group)
+    out = x.new_empty(x.shape[1] // ranks.size(), x.shape[0])
+    torch.distributed.reduce_scatter_tensor(out, x.t().contiguous(), group=ranks)
+    return out.t().contiguous()
+
+
+def _all_gather(x: Tensor, group: str) -> Tensor:
+    """[T, H / ranks] -> [T, H], channels in rank order."""
+    ranks = _process_group(group)
+    out = x.new_empty(x.shape[1] * ranks.size(), x.shape[0])
+    torch.distributed.all_gather_into_tensor(out, x.t().contiguous(), group=ranks)
+    return out.t().contiguous()
+
+
+def _process_group(name: str) -> "torch.distributed.ProcessGroup":
+    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+
+    return _resolve_process_group(GroupName(name))

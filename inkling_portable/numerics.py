@@ -1,0 +1,101 @@
+"""Tolerances that are derived, not chosen: how far a kernel may be from its contract, and why.
+
+Every op's reference runs twice: in float64 it is the truth, in the serving dtype the baseline. A
+kernel is judged per row (the last dimension), so that a few displaced rows cannot hide in a mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """One rule: `kind` picks it, `amount` is its number, `why` is printed in docs/numerics.md."""
+
+    kind: str
+    amount: float
+    why: str
+
+    def check(self, got: Tensor, baseline: Tensor, truth: Tensor) -> str | None:
+        """None if `got` (any shape) is acceptable, else a sentence with the worst row.
+
+        `baseline` and `truth` have the shape of `got`; truth is float64 for floating outputs.
+        """
+        import torch
+
+        if got.shape != truth.shape:
+            return f"shape {tuple(got.shape)} where the contract gives {tuple(truth.shape)}"
+        if got.dtype != baseline.dtype:
+            return f"dtype {got.dtype} where the contract gives {baseline.dtype}"
+        if got.numel() == 0:
+            return None
+        if self.kind == "exact" or not got.dtype.is_floating_point:
+            same = (got == baseline) | (got.isnan() & baseline.isnan())
+            differing = int((~same).sum())
+            return f"{differing} of {got.numel()} values differ, none may" if differing else None
+        g, b, t = (
+            x.double().reshape(-1, x.shape[-1] if x.dim() else 1) for x in (got, baseline, truth)
+        )
+        wrong = ~torch.isfinite(g) & torch.isfinite(t)
+        if wrong.any():
+            return f"{int(wrong.sum())} values are not finite where the contract's are"
+        # Rows that are not finite in the contract (poisoned padding) carry no requirement.
+        rows = torch.isfinite(t).all(dim=-1)
+        if not rows.any():
+            return None
+        g, b, t = g[rows], b[rows], t[rows]
+        scale = t.abs().amax(dim=-1)
+        error = (g - t).abs().amax(dim=-1)
+        if self.kind == "snr":
+            noise = ((g - t) ** 2).sum().clamp_min(1e-300)
+            snr = float(10 * torch.log10((t**2).sum().clamp_min(1e-300) / noise))
+            return f"SNR {snr:.1f} dB is below {self.amount} dB" if snr < self.amount else None
+        step = torch.finfo(got.dtype).eps * scale
+        if self.kind == "ulps":
+            allowed = self.amount * step
+        else:
+            allowed = self.amount * (b - t).abs().amax(dim=-1) + step
+        excess = error - allowed
+        worst = int(excess.argmax())
+        if float(excess[worst]) > 0:
+            return (f"row {worst} of {len(t)} (finite rows) is off by {float(error[worst]):.3e}, "
+                    f"allowed {float(allowed[worst]):.3e}")  # fmt: skip
+        if self.kind == "twice":
+            mean, base = float((g - t).abs().mean()), float((b - t).abs().mean())
+            limit = self.amount * base + float(step.mean()) / 4
+            if mean > limit:
+                return f"mean error {mean:.3e} is above {limit:.3e}"
+        return None
+
+
+def exact() -> Tolerance:
+    """Every value equal: integers, copies, which slots are written."""
+    return Tolerance("exact", 0, "the op copies or counts; there is nothing to round")
+
+
+def ulps(count: float) -> Tolerance:
+    """Within `count` units in the last place of the output dtype, at the row's largest value."""
+    return Tolerance(
+        "ulps", count, f"{count} ulp: one rounding each of the few operations involved"
+    )
+
+
+def within_twice_baseline() -> Tolerance:
+    """No worse than twice what the same maths costs in the serving dtype, plus one rounding step.
+
+    The step covers rows in which the baseline happens to be exact: another summation order may
+    still move the stored value to its neighbour.
+    """
+    return Tolerance(
+        "twice", 2, "twice the reference's own error in this dtype, and one rounding step"
+    )
+
+
+def snr(decibels: float) -> Tolerance:
+    """Signal-to-noise floor, for products whose activations are quantised to a few bits."""
+    return Tolerance("snr", decibels, f"{decibels} dB: quantised activations round differently")
