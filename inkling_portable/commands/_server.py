@@ -21,6 +21,7 @@ from types import TracebackType
 import psutil
 
 SERVED_BY_US = re.compile(r"inkling_portable \S+: serving Inkling")
+STOP_LIMIT_S = 20.0
 
 
 class ServerError(Exception):
@@ -180,7 +181,7 @@ class Server:
         family = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=20)
+            self.process.wait(timeout=STOP_LIMIT_S)
         for process in [*family, self.process]:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 process.kill()

@@ -1,0 +1,246 @@
+"""The package as a whole: size, import cost, who may import whom, and what the README promises."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "inkling_portable"
+APART = ("commands", "chat")
+GENERATED = {".venv", ".git", ".cache", "build", "dist", "__pycache__", "inkling_portable.egg-info"}
+
+
+def sources(*folders: str) -> list[Path]:
+    """Python files of the package, or of the named folders of it."""
+    return sorted(path for name in folders or (".",) for path in (PACKAGE / name).rglob("*.py"))
+
+
+def line_count(paths: list[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def test_line_budget() -> None:
+    """Reading the whole must stay possible: 10,000 lines, and 4,000 for commands and chat."""
+    apart = sources(*APART)
+    core = [path for path in sources() if path not in apart]
+    assert len(core) > 10, "the budget was measured over the wrong folder"
+    assert line_count(core) <= 10_000
+    assert line_count(apart) <= 4_000
+    assert {p.name: n for p in core + apart if (n := line_count([p])) > 700} == {}
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    silent = [p for p in sources() if not ast.get_docstring(ast.parse(p.read_text()))]
+    assert silent == []
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints for `code`."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+
+
+def test_import_is_cheap() -> None:
+    """vLLM reads the entry point in every process: under 50 ms, and neither torch nor vLLM."""
+    code = (
+        "import sys, time; start = time.perf_counter(); import inkling_portable; "
+        "print(time.perf_counter() - start, *sorted({m.split('.')[0] for m in sys.modules}))"
+    )
+    seconds, modules = [], set()
+    for _ in range(3):
+        first, *rest = run_python(code).split()
+        seconds.append(float(first))
+        modules.update(rest)
+    assert min(seconds) < 0.050
+    assert modules.isdisjoint({"torch", "vllm", "triton", "transformers"})
+    assert "inkling_portable" in modules
+
+
+def imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
+    """Dotted names of all that a module imports, at any depth.
+
+    package: the package the module is in, against which relative imports count. Modules named in a
+    call of `import_module` or `find_spec` count as well; a row's target text does not.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            name = node.func.id if isinstance(node.func, ast.Name) else name
+            first = node.args[0]
+            if name == "import_module" and isinstance(first, ast.Constant):
+                yield str(first.value)
+
+
+def is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+# Where (a pattern on the path inside the package), what may not be imported there, and why.
+RULES = [
+    (
+        r"(?!model/engine\.py$|backends/[^/]+/incumbent\.py$)",
+        ["vllm"],
+        "only engine.py and the incumbent files know vLLM",
+    ),
+    (r"backends/cuda/", ["inkling_portable.backends.rocm"], "vendors stay apart"),
+    (r"backends/rocm/", ["inkling_portable.backends.cuda"], "vendors stay apart"),
+    (
+        r"backends/",
+        ["inkling_portable.model", "inkling_portable.commands", "inkling_portable.chat"],
+        "an op does not know the model that calls it",
+    ),
+    (
+        r"backends/reference/",
+        [f"inkling_portable.backends.{name}" for name in ("cuda", "rocm", "triton")] + ["triton"],
+        "the reference stands on plain torch",
+    ),
+    (
+        r"backends/triton/",
+        ["inkling_portable.backends.cuda", "inkling_portable.backends.rocm"],
+        "shared kernels know no vendor",
+    ),
+    (
+        r"model/",
+        [f"inkling_portable.backends.{name}" for name in ("cuda", "rocm", "triton")],
+        "the model asks the registry, never a vendor",
+    ),
+]
+
+
+def violations(where: str, source: str) -> list[str]:
+    """Rules that `source` breaks when it stands at `where`, a path inside the package."""
+    package = ("inkling_portable", *Path(where).parent.parts)
+    found = sorted(set(imports(ast.parse(source), package)))
+    return [
+        f"{where} imports {module}: {why}"
+        for pattern, forbidden, why in RULES
+        if re.match(pattern, where)
+        for module in found
+        if any(is_within(module, name) for name in forbidden)
+    ]
+
+
+def test_layers() -> None:
+    broken = [
+        line
+        for path in sources()
+        for line in violations(path.relative_to(PACKAGE).as_posix(), path.read_text())
+    ]
+    assert broken == []
+
+
+@pytest.mark.parametrize(
+    ("where", "source"),
+    [
+        ("plugin.py", "def register():\n    import vllm.envs"),
+        ("model/inkling.py", "from vllm.config import VllmConfig"),
+        ("model/inkling.py", "import importlib\nimportlib.import_module('vllm.config')"),
+        ("backends/cuda/a.py", "from ..rocm import experts_aiter"),
+        ("backends/rocm/a.py", "from inkling_portable.backends import cuda"),
+        ("backends/triton/a.py", "from ...model import engine"),
+        ("backends/reference/a.py", "import triton.language as tl"),
+        ("model/attention.py", "from inkling_portable.backends.triton.norm import rms_norm"),
+    ],
+)
+def test_layers_are_checked(where: str, source: str) -> None:
+    """Each kind of forbidden import is seen, however it is spelt."""
+    assert len(violations(where, source)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("where", "source"),
+    [
+        ("model/engine.py", "from vllm.config import VllmConfig"),
+        ("backends/rocm/incumbent.py", "import vllm.models"),
+        ("backends/cuda/a.py", "from ..triton import norm\nfrom . import b"),
+        ("commands/a.py", "import vllm_helper"),
+    ],
+)
+def test_layers_allow_the_rest(where: str, source: str) -> None:
+    assert violations(where, source) == []
+
+
+def text_files() -> Iterator[Path]:
+    """Every file of the checkout that people read or write."""
+    for path in sorted(ROOT.rglob("*")):
+        inside = path.relative_to(ROOT)
+        hidden = inside.parts[0].startswith(".") and inside.parts[0] not in (".ci", ".gitignore")
+        if hidden or GENERATED.intersection(inside.parts) or not path.is_file():
+            continue
+        if path.suffix not in {".safetensors", ".png", ".wav", ".npz", ".pyc"}:
+            yield path
+
+
+def test_no_paths_of_one_machine() -> None:
+    """The repository works anywhere, so it names no folder of the machine it was written on.
+
+    `/opt/rocm` is where ROCm is on every machine that has it.
+    """
+    folders = "|".join(["work", "root", "home", "Users", "tmp", "opt(?!/rocm)"])
+    own = re.compile(rf"(?<![\w.:/~}}-])/(?:{folders})/\w")
+    files = list(text_files())
+    assert ROOT / "README.md" in files
+    assert ROOT / ".ci" / "run" in files
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for path in files
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if own.search(line)
+    ]
+    assert found == []
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_readme_commands_exist() -> None:
+    """The two commands of the README, and any other `make` it names, are in the Makefile."""
+    named = set(re.findall(r"\bmake ([a-z][a-z-]*)", (ROOT / "README.md").read_text()))
+    assert {"demo", "test"} <= named
+    assert named <= make_targets()
+
+
+def test_readme_paths_exist() -> None:
+    """Every file or folder that the README names in code type is there."""
+    readme = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"`((?:inkling_portable|docs|tests|ci|benchmarks)/[\w./*-]*)`", readme))
+    assert named
+    assert [name for name in sorted(named) if not list(ROOT.glob(name.rstrip("/")))] == []
+
+
+def test_entry_points() -> None:
+    """The environment has the entry point that vLLM reads, the command, and both as declared."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    plugins = project["entry-points"]["vllm.general_plugins"]
+    assert plugins == {"inkling_portable": "inkling_portable.plugin:register"}
+    installed = {e.name: e.value for e in entry_points(group="vllm.general_plugins")}
+    assert installed["inkling_portable"] == plugins["inkling_portable"]
+    scripts = {e.name: e.value for e in entry_points(group="console_scripts")}
+    assert scripts["inkling-portable"] == project["scripts"]["inkling-portable"]
+
+
+def test_loading_the_plugin_is_cheap() -> None:
+    """Every process of vLLM loads the entry point; neither torch nor vLLM may come with it."""
+    modules = run_python(
+        "import sys; from importlib.metadata import entry_points as e; "
+        "[p] = [p for p in e(group='vllm.general_plugins') if p.name == 'inkling_portable']; "
+        "assert callable(p.load()); print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    ).split()
+    assert "inkling_portable" in modules
+    assert set(modules).isdisjoint({"torch", "vllm", "triton", "transformers"})
