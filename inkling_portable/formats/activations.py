@@ -41,15 +41,14 @@ def fake_quantize(x: Tensor, act: str, global_scale: Tensor | None = None) -> Te
         amax = work.abs().amax(-1, keepdim=True) / E4M3_MAX
         scale = torch.where(amax == 0, torch.ones_like(amax), amax)
         return (snap(work / scale, E4M3_POSITIVE) * scale).to(x.dtype)
+    blocks = split_blocks(work, NVFP4_BLOCK if act == "nvfp4" else MXFP4_BLOCK)
+    factor = torch.ones((), dtype=work.dtype, device=work.device)
     if act == "nvfp4":
-        blocks = split_blocks(work, NVFP4_BLOCK)
-        one = torch.ones((), dtype=work.dtype, device=work.device)
-        factor = one if global_scale is None else global_scale.to(work.dtype).reshape(())
-        scale = (nvfp4_block_scale(blocks, factor) * factor)[..., None]
+        factor = factor if global_scale is None else global_scale.to(work.dtype).reshape(())
+        scale = nvfp4_block_scale(blocks, factor)[..., None]
     else:
-        blocks = split_blocks(work, MXFP4_BLOCK)
-        usable = blocks.isfinite().all(-1)
         power = mx_exponent(torch.nan_to_num(blocks), "even")
-        scale = decode_e8m0((power + 127).to(torch.uint8), work.dtype)
-        scale = torch.where(usable, scale, torch.nan)[..., None]
-    return (snap(blocks / scale, E2M1_POSITIVE) * scale).flatten(-2).to(x.dtype)
+        scale = decode_e8m0((power + 127).to(torch.uint8), work.dtype)[..., None]
+    seen = snap(blocks / (scale * factor), E2M1_POSITIVE) * scale * factor
+    usable = blocks.isfinite().all(-1, keepdim=True)
+    return torch.where(usable, seen, torch.nan).flatten(-2).to(x.dtype)
