@@ -418,17 +418,20 @@ def _resolve(target: Target, facts: Facts, requests: tuple[tuple[str, str], ...]
 
 
 def reference_warnings(target: Target, decisions: Iterable[Decision]) -> list[str]:
-    """On an accelerator: one sentence for each op that ended on the slow reference."""
+    """On an accelerator: sentences naming the ops that ended on the slow reference, and why."""
     if target.vendor == "cpu":
         return []
     decisions = list(decisions)
     slow = [d.op for d in decisions if d.verdict == "chosen" and d.provider == "reference"]
-    lines = []
+    by_reason: dict[str, list[str]] = {}
     for name in dict.fromkeys(slow):
-        refused = "; ".join(f"{d.provider}: {d.reason}" for d in decisions
-                            if d.op == name and d.verdict == "refused")  # fmt: skip
-        lines.append(f"{name} runs on the slow reference ({refused or 'no other provider has it'})")
-    return lines
+        refused = [d for d in decisions if d.op == name and d.verdict == "refused"]
+        reason = "; ".join(f"{d.provider}: {d.reason}" for d in refused) or "no other provider"
+        by_reason.setdefault(reason, []).append(name)
+    return [
+        f"on the slow reference: {', '.join(names)} ({reason})"
+        for reason, names in by_reason.items()
+    ]
 
 
 def _load(code: str) -> Any:

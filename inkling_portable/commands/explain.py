@@ -26,19 +26,28 @@ from inkling_portable.target import Target, TargetError
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     p = argparse.ArgumentParser(prog="inkling-portable explain", description=__doc__)
-    p.add_argument("--target", metavar="T",
-                   help="cpu, a chip such as h200 or mi300x, or vendor:arch[/units][+lib[=version]]; "
-                        "this machine if left out")  # fmt: skip
+    p.add_argument(
+        "--target",
+        metavar="T",
+        help="cpu, a chip such as h200 or mi300x, or vendor:arch[/units][+lib[=version]]; "
+        "this machine if left out",
+    )
     p.add_argument("--weights", choices=("nvfp4", "mxfp4", "bf16", "fp8"), default="bf16")
     p.add_argument("--model", choices=sorted(MODELS), default="large")
     p.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size")
     p.add_argument("--lora", action="store_true", help="adapters are enabled")
     p.add_argument("--moe-backend", default="auto", metavar="B", help="vLLM's --moe-backend")
-    p.add_argument("--ask", default=None, metavar="OP=PROVIDER,...",
-                   help="requests as in INKLING_PORTABLE; that variable if left out")  # fmt: skip
+    p.add_argument(
+        "--ask",
+        metavar="OP=PROVIDER,...",
+        help="requests as in INKLING_PORTABLE; that variable if left out",
+    )
     p.add_argument("--json", action="store_true", help="machine-readable output")
-    p.add_argument("--strict", action="store_true",
-                   help="exit with 1 if an op falls to the slow reference on an accelerator")  # fmt: skip
+    p.add_argument(
+        "--strict",
+        action="store_true",
+        help="exit with 1 if an op falls to the slow reference on an accelerator",
+    )
     return p
 
 
@@ -46,10 +55,17 @@ def facts_of(options: argparse.Namespace) -> Facts:
     """The facts that the options describe; SelectionError if the split is impossible."""
     base = MODELS[options.model]
     if options.tp < 1 or base.heads % options.tp:
-        raise SelectionError(f"--tp {options.tp} does not divide the {base.heads} query heads of the "
-                             f"{options.model} model; use a divisor")  # fmt: skip
-    return replace(base, weights=options.weights, tp=options.tp, lora=options.lora,
-                   moe_backend=options.moe_backend)  # fmt: skip
+        raise SelectionError(
+            f"--tp {options.tp} does not divide the {base.heads} query heads of the "
+            f"{options.model} model; use a divisor"
+        )
+    return replace(
+        base,
+        weights=options.weights,
+        tp=options.tp,
+        lora=options.lora,
+        moe_backend=options.moe_backend,
+    )
 
 
 def lines(decisions: tuple[Decision, ...]) -> list[str]:
@@ -61,13 +77,15 @@ def lines(decisions: tuple[Decision, ...]) -> list[str]:
     for d in decisions:
         name = "" if d.op == last else d.op
         last = d.op
-        shown.append(f"{name:{op_width}}  {d.provider:{provider_width}}  {verdicts[d.verdict]:3}  "
-                     f"{d.reason}".rstrip())  # fmt: skip
+        row = (
+            f"{name:{op_width}}  {d.provider:{provider_width}}  {verdicts[d.verdict]:3}  {d.reason}"
+        )
+        shown.append(row.rstrip())
     return shown
 
 
 def main(argv: list[str]) -> int:
-    """Entry point; returns 0, 1 with --strict and a slow op, or 2 for a request that cannot be met."""
+    """Returns 0, 1 with --strict and a slow op, or 2 for a request that cannot be met."""
     options = parser().parse_args(argv)
     try:
         target = Target.parse(options.target) if options.target else Target.detect()
@@ -80,8 +98,17 @@ def main(argv: list[str]) -> int:
         return 2
     warnings = reference_warnings(target, decisions)
     if options.json:
-        rows = [{"op": d.op, "provider": d.provider, "verdict": d.verdict, "reason": d.reason,
-                 "code": d.offer.code, "measured_on": d.offer.measured_on} for d in decisions]  # fmt: skip
+        rows = [
+            {
+                "op": d.op,
+                "provider": d.provider,
+                "verdict": d.verdict,
+                "reason": d.reason,
+                "code": d.offer.code,
+                "measured_on": d.offer.measured_on,
+            }
+            for d in decisions
+        ]
         print(
             json.dumps({"target": str(target), "decisions": rows, "warnings": warnings}, indent=1)
         )

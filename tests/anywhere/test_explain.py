@@ -1,0 +1,74 @@
+"""`inkling-portable explain`: true, quick, and a sentence for every request it cannot meet."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from inkling_portable.__main__ import main
+from inkling_portable.registry import op_names
+
+
+def test_described_target_imports_no_torch_and_takes_under_a_second() -> None:
+    code = (
+        "import sys; from inkling_portable.__main__ import main;"
+        "status = main(['explain', '--target', 'mi300x+triton=3.7.0+vllm=0.33.0']);"
+        "assert not {'torch', 'vllm', 'triton'} & set(sys.modules); sys.exit(status)"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < 1.0
+    assert all(name in done.stdout for name in op_names())
+
+
+def test_this_machine_in_under_three_seconds(capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-m", "inkling_portable", "explain"], check=True)
+    assert time.monotonic() - began < 3.0
+    assert capfd.readouterr().out.startswith("target cpu")
+
+
+def test_json_carries_every_offer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--target", "h200+vllm=0.33.0", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {row["op"] for row in report["decisions"]} == set(op_names())
+    chosen = [row["op"] for row in report["decisions"] if row["verdict"] == "chosen"]
+    assert set(chosen) == set(op_names())
+    assert all(":" in row["code"] or row["code"] == "engine" for row in report["decisions"])
+
+
+def test_strict_fails_on_a_slow_accelerator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--target", "cuda:sm90/132", "--strict"]) == 1
+    assert "slow reference" in capsys.readouterr().out
+    assert main(["explain", "--target", "cpu", "--strict"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "h300"], "is not understood"),
+        (["--target", "cpu", "--tp", "5"], "does not divide the 64 query heads"),
+        (["--target", "cpu", "--tp", "0"], "does not divide"),
+        (["--target", "cpu", "--ask", "route=fast"], "route is offered by"),
+        (
+            ["--target", "mi300x", "--weights", "mxfp4", "--moe-backend", "aiter"],
+            "cannot be obeyed",
+        ),
+    ],
+)
+def test_requests_that_cannot_be_met(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explian"]) == 2
+    assert "there is no command 'explian'" in capsys.readouterr().err
+    assert main([]) == 0
+    assert "explain" in capsys.readouterr().out
