@@ -83,14 +83,14 @@ def choose_scales(patch: int, temporal: int, channels: int, stages: int) -> list
         )
     candidates = candidate_scales(patch, temporal, channels)
     step = math.log(patch * patch * temporal * channels) / stages
-    cost = [[abs(i * step - math.log(scale.cells)) for scale in candidates]
+    cost = [[_tied(i * step - math.log(scale.cells)) for scale in candidates]
             for i in range(stages + 1)]  # fmt: skip
     if stages >= len(candidates):
         chosen = [row.index(min(row)) for row in cost]
     else:
         # Costs are distances on a line, so among the best assignments one is increasing.
         subsets = combinations(range(len(candidates)), stages + 1)
-        best = min(subsets, key=lambda subset: math.fsum(map(_at, cost, subset)))
+        best = min(subsets, key=lambda subset: _tied(sum(map(_at, cost, subset))))
         chosen = list(best)
     chosen[0], chosen[-1] = 0, len(candidates) - 1
     return [candidates[index] for index in chosen]
@@ -117,6 +117,11 @@ def plan_stages(
 
 def _rounded(width: int) -> int:
     return -(-width // CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE
+
+
+def _tied(difference: float) -> float:
+    """Distance without the last digits: equally near scales must tie, and the smaller one win."""
+    return round(abs(difference), 9)
 
 
 def _at(row: list[float], index: int) -> float:
