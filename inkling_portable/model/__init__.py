@@ -1,0 +1,1 @@
+"""The one definition of Inkling, written against `engine.py` and the resolved ops."""

@@ -1,0 +1,339 @@
+"""The engine as the model sees it: the one file that knows vLLM's versions (0.26 to 0.33).
+
+Model files import vLLM's names from here under one spelling. A bridge is chosen by what is
+present, never by a version number, and says with which version it can go. (`plugin.py` speaks to
+vLLM's registries by itself, because importing this file costs what importing layers costs.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    get_tp_group,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers import fused_moe
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models import interfaces
+from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsMultiModal, SupportsPP
+from vllm.model_executor.models.utils import (
+    WeightsMapper,
+    make_empty_intermediate_tensors_factory,
+    make_layers,
+    maybe_prefix,
+)
+from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+__all__ = [
+    "AttentionCGSupport",
+    "CacheBackend",
+    "CacheLayer",
+    "ColumnParallelLinear",
+    "CommonAttentionMetadata",
+    "FullAttentionSpec",
+    "IntermediateTensors",
+    "KVCacheSpec",
+    "LogitsProcessor",
+    "MergedColumnParallelLinear",
+    "MetadataBuilder",
+    "ParallelLMHead",
+    "QuantizationConfig",
+    "ReplicatedLinear",
+    "RowParallelLinear",
+    "SlidingWindowSpec",
+    "SupportsLoRA",
+    "SupportsMultiModal",
+    "SupportsMultiModalEmbeddings",
+    "SupportsPP",
+    "VllmConfig",
+    "WeightsMapper",
+    "all_reduce",
+    "build_routed_experts",
+    "cache_dtype",
+    "checkpoint_folder",
+    "eager_break",
+    "expert_parallel_size",
+    "expert_shard",
+    "get_current_vllm_config",
+    "get_pp_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
+    "logger",
+    "make_empty_intermediate_tensors_factory",
+    "make_layers",
+    "maybe_prefix",
+    "on_accelerator",
+    "step_metadata",
+    "tp_group_name",
+]
+
+# vLLM configures handlers for loggers below "vllm" only.
+logger = init_logger("vllm.inkling_portable")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Drafts that are given tower embeddings carry this marker. Goes with vLLM 0.26, which has none.
+SupportsMultiModalEmbeddings: type = getattr(interfaces, "SupportsMultiModalEmbeddings", object)
+
+
+def _no_break(function: F) -> F:
+    return function
+
+
+try:
+    # CUDA graphs are captured in pieces around a decorated call, which must write into an
+    # argument.
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture as eager_break
+except ImportError:  # every version in range has it on accelerators; a CPU build may drop it
+    eager_break = _no_break
+
+
+all_reduce = tensor_model_parallel_all_reduce
+
+
+def on_accelerator() -> bool:
+    """Whether weights live on a GPU (CUDA or ROCm)."""
+    return bool(current_platform.is_cuda_alike())
+
+
+def step_metadata() -> dict[str, Any] | None:
+    """Metadata of this step by layer prefix; None in profiling and dummy runs without caches."""
+    found = get_forward_context().attn_metadata
+    return found if isinstance(found, dict) else None
+
+
+def tp_group_name() -> str:
+    """Name of the tensor-parallel process group for functional collectives; "" for one rank."""
+    if get_tensor_model_parallel_world_size() == 1:
+        return ""
+    name: str = get_tp_group().device_group.group_name
+    return name
+
+
+# --- caches ---------------------------------------------------------------------------------------
+
+
+class CacheBackend(AttentionBackend):
+    """What vLLM's planner asks of a cache whose reader is an op of ours, not an attention impl."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
+    # Content of one (head, token) cell: keys and values, so twice the head size, unless a backend
+    # packs everything into the head size.
+    cell_factor: ClassVar[int] = 2
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        raise NotImplementedError("this cache is read by an op, there is no attention impl")
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    # The three methods below go with vLLM 0.26; later planners derive views from the spec.
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:  # fmt: skip
+        return (num_blocks, num_kv_heads, block_size, cls.cell_factor * head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        # Blocks outermost and tokens before heads, in memory.
+        return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
+
+    @classmethod
+    def indexes_kv_by_block_stride(cls) -> bool:
+        return True
+
+
+class MetadataBuilder(AttentionMetadataBuilder):
+    """Base of our builders: batches of one query length can be captured in CUDA graphs."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.rows = _most_rows(vllm_config)
+        # The layers served by this builder, which know the ops that were chosen for them.
+        context = vllm_config.compilation_config.static_forward_context
+        self.layers = [context[name] for name in layer_names]
+
+
+def _most_rows(vllm_config: VllmConfig) -> int:
+    """Upper bound on the padded rows of one step, drafts included."""
+    scheduler = vllm_config.scheduler_config
+    captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    rows = max(scheduler.max_num_batched_tokens, captured)
+    spec = vllm_config.speculative_config
+    if spec is not None:
+        # A drafting step may prepend up to one row per draft to every request.
+        rows += scheduler.max_num_seqs * (spec.num_speculative_tokens or 0)
+    return rows
+
+
+def cache_dtype(vllm_config: VllmConfig) -> torch.dtype:
+    """Element type of keys and values (`--kv-cache-dtype`)."""
+    found: torch.dtype = kv_cache_dtype_str_to_dtype(
+        vllm_config.cache_config.cache_dtype, vllm_config.model_config
+    )
+    return found
+
+
+class CacheLayer(nn.Module, AttentionLayerBase):
+    """A layer that owns a paged cache. Subclasses implement `get_kv_cache_spec` and `backend`.
+
+    vLLM assigns the bound cache, a view [blocks, heads, block, cell] with strides that are not in
+    logical order, to `kv_cache` (through `bind_kv_cache` from 0.28 on, directly before).
+    """
+
+    backend: ClassVar[type[CacheBackend]]
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self._bound = torch.empty(0)
+        context = get_current_vllm_config().compilation_config.static_forward_context
+        if prefix in context:
+            raise ValueError(f"two layers are called {prefix!r}; each cache needs its own prefix")
+        context[prefix] = self
+
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        return self._bound
+
+    @kv_cache.setter
+    def kv_cache(self, cache: torch.Tensor) -> None:
+        self._bound = cache
+        if cache.numel():
+            self.on_bound(cache)
+
+    def on_bound(self, cache: torch.Tensor) -> None:
+        """Called with every non-empty cache that vLLM binds: derive views here, once."""
+        raise NotImplementedError
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return self.backend
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+# The factory's name until 0.26 was FusedMoE; goes with 0.26.
+_fused_moe = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
+
+
+def build_routed_experts(
+    *, experts: int, top_k: int, hidden: int, width: int, select: Callable[..., Any],
+    quant_config: QuantizationConfig | None, prefix: str,
+) -> Any:  # fmt: skip
+    """vLLM's fused experts, returning each rank's partial sum.
+
+    `select(hidden_states, gating_output, topk, renormalize) -> (weights fp32, ids)` chooses the
+    experts. Weights live at `.routed_experts.w13_weight` [local, 2·width/tp, hidden], gate rows
+    before up rows, and `.w2_weight` [local, hidden, width/tp].
+    """
+    runner = _fused_moe(
+        num_experts=experts,
+        top_k=top_k,
+        hidden_size=hidden,
+        intermediate_size=width,
+        renormalize=False,
+        quant_config=quant_config,
+        prefix=prefix,
+        custom_routing_function=select,
+        router_logits_dtype=torch.float32,
+        activation="silu",
+    )
+    # The short convolution that follows sums over ranks, together with the sink experts' part.
+    runner.moe_config.skip_final_all_reduce = True
+    return runner
+
+
+def expert_shard(runner: Any) -> tuple[list[int], int, int]:
+    """Experts of this rank: (global id of each local slot, rank and size of the width split)."""
+    parallel = runner.moe_config.moe_parallel_config
+    manager = runner.routed_experts.expert_map_manager
+    if manager.expert_map is None:
+        owned = list(range(manager.global_num_experts))
+    else:
+        slots = manager.expert_map.tolist()
+        owned = [-1] * (max(slots) + 1)
+        for expert, slot in enumerate(slots):
+            if slot >= 0:
+                owned[slot] = expert
+    return owned, parallel.tp_rank, parallel.tp_size
+
+
+def expert_parallel_size(vllm_config: VllmConfig) -> int:
+    """Ranks over which whole experts are spread; 1 when experts are split by width."""
+    parallel = vllm_config.parallel_config
+    if not parallel.enable_expert_parallel:
+        return 1
+    size: int = (
+        parallel.tensor_parallel_size
+        * parallel.data_parallel_size
+        * getattr(parallel, "prefill_context_parallel_size", 1)
+    )
+    return size
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def checkpoint_folder(vllm_config: VllmConfig, draft: bool = False) -> Path | None:
+    """The local folder with the model's safetensors files, or None when there is none to look at.
+
+    vLLM's weight iterator gives tensors without their files; errors that name a file need this.
+    """
+    spec = vllm_config.speculative_config
+    model = spec.draft_model_config if draft and spec is not None else vllm_config.model_config
+    if os.path.isdir(model.model):
+        return Path(model.model)
+    try:
+        from huggingface_hub import snapshot_download
+
+        found = snapshot_download(
+            model.model, revision=model.revision, local_files_only=True,
+            cache_dir=vllm_config.load_config.download_dir,
+        )  # fmt: skip
+    except Exception:  # not a hub name, or a loader that streams: nothing to look at
+        return None
+    return Path(found)
+
+
+if TYPE_CHECKING:
+    _: Any = (SupportsMultiModal,)

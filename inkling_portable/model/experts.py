@@ -1,0 +1,93 @@
+"""Mixture of experts: one gate call, vLLM's fused routed experts, always-active sink experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from inkling_portable.model.engine import QuantizationConfig, build_routed_experts
+from inkling_portable.model.settings import Settings
+
+
+class Gate(nn.Module):
+    """Scores of routed experts and sinks. Bias and scale are float32 as stored."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        text = settings.text
+        rows = text.num_experts + text.num_sinks
+        self.weight = nn.Parameter(torch.empty(rows, text.hidden_size), requires_grad=False)
+        self.bias = nn.Parameter(
+            torch.empty(text.num_experts, dtype=torch.float32), requires_grad=False
+        )
+        self.global_scale = nn.Parameter(torch.empty(1, dtype=torch.float32), requires_grad=False)
+
+
+class SinkExperts(nn.Module):
+    """Experts that every token uses: [S, 2I, H] with alternating gate and up rows, [S, H, I]."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        text = settings.text
+        width = text.expert_width // settings.tp
+        self.w13_weight = nn.Parameter(
+            torch.empty(text.num_sinks, 2 * width, text.hidden_size), requires_grad=False
+        )
+        self.w2_weight = nn.Parameter(
+            torch.empty(text.num_sinks, text.hidden_size, width), requires_grad=False
+        )
+
+
+class MoE(nn.Module):
+    """Returns this rank's partial sums of routed and sink experts, apart.
+
+    vLLM asks for the routing through a callback that gets the gate's logits. The sinks' weights
+    come from the same normalisation, so routing is computed once before and handed over when the
+    callback shows the very same logits; it computes anew when the engine regrouped tokens.
+    """
+
+    def __init__(
+        self, settings: Settings, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        super().__init__()
+        text = settings.text
+        self.ops = settings.ops()
+        self.top_k, self.route_scale = text.top_k, text.route_scale
+        self.gate = Gate(settings)
+        self.experts = build_routed_experts(
+            # Equal shares per rank; the experts added for that are zero and never chosen.
+            experts=text.num_experts + -text.num_experts % settings.facts.ep,
+            top_k=text.top_k,
+            hidden=text.hidden_size,
+            width=text.expert_width,
+            select=self._select,
+            quant_config=quant_config,
+            prefix=f"{prefix}.experts",
+        )
+        self.sink_experts = SinkExperts(settings)
+        self._routed: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H] -> (routed partial [T, H], sink partial [T, H])."""
+        logits = self.ops.gate_logits(x, self.gate.weight)
+        weights, ids, gammas = self._route(logits)
+        self._routed = (logits, weights, ids)
+        sinks = self.ops.sink_experts(
+            x, self.sink_experts.w13_weight, self.sink_experts.w2_weight, gammas
+        )
+        routed = self.experts(hidden_states=x, router_logits=logits)
+        self._routed = None
+        return routed, sinks
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.ops.route(
+            logits, self.gate.bias, self.gate.global_scale, self.top_k, self.route_scale
+        )
+
+    def _select(
+        self, hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+    ) -> tuple[Tensor, Tensor]:
+        if self._routed is not None and self._routed[0] is gating_output:
+            return self._routed[1], self._routed[2]
+        weights, ids, _ = self._route(gating_output)
+        return weights, ids

@@ -1,0 +1,249 @@
+"""The decoder and the entry classes that vLLM builds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from inkling_portable import __version__
+from inkling_portable.model import checkpoint, loading
+from inkling_portable.model.attention import InklingAttention
+from inkling_portable.model.config import AttentionGeometry
+from inkling_portable.model.engine import (
+    IntermediateTensors,
+    ParallelLMHead,
+    QuantizationConfig,
+    SupportsLoRA,
+    SupportsPP,
+    VllmConfig,
+    WeightsMapper,
+    checkpoint_folder,
+    expert_shard,
+    get_pp_group,
+    logger,
+    make_empty_intermediate_tensors_factory,
+    make_layers,
+    maybe_prefix,
+)
+from inkling_portable.model.experts import MoE
+from inkling_portable.model.hf_configs import describe
+from inkling_portable.model.logits import InklingLogits
+from inkling_portable.model.mlp import DenseMLP
+from inkling_portable.model.norm import Norm
+from inkling_portable.model.settings import Settings, settle
+from inkling_portable.model.short_conv import ATTENTION, MLP, BranchEnd, ConvState
+from inkling_portable.registry import reference_warnings
+
+
+class DecoderLayer(nn.Module):
+    """Two branches, attention and MLP. Each ends in a convolution fused with what follows it."""
+
+    def __init__(
+        self, settings: Settings, geometry: AttentionGeometry, dense: bool,
+        quant_config: QuantizationConfig | None, prefix: str,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        hidden = settings.text.hidden_size
+        self.conv_state = ConvState(settings, geometry, f"{prefix}.conv_state")
+        self.attn_norm = Norm(hidden)
+        self.attn = InklingAttention(
+            settings, geometry, self.conv_state, quant_config, f"{prefix}.attn"
+        )
+        self.mlp_norm = Norm(hidden)
+        mlp = DenseMLP if dense else MoE
+        self.mlp = mlp(settings, quant_config, f"{prefix}.mlp")
+        self.attn_sconv = BranchEnd(settings, self.conv_state, ATTENTION)
+        self.mlp_sconv = BranchEnd(settings, self.conv_state, MLP)
+
+    def forward(
+        self, normed: Tensor, residual: Tensor, positions: Tensor, next_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """normed, residual [T, H]; next_norm [H]: what norms this layer's output, None for nothing.
+
+        -> (normed [T, H], or [0, H] without a norm; residual [T, H]).
+        """
+        branch = self.attn(normed, positions)
+        normed, residual = self.attn_sconv(
+            branch, None, residual, self.mlp_norm.weight, positions
+        )
+        first, second = self.mlp(normed)
+        return self.mlp_sconv(first, second, residual, next_norm, positions)
+
+
+class Embedding(nn.Module):
+    """The table, whole on every rank: the op that gathers also norms, and nothing is summed."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width), requires_grad=False)
+
+
+class InklingModel(nn.Module):
+    """Embedding, the layers of this pipeline stage, final norm."""
+
+    def __init__(
+        self, settings: Settings, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        super().__init__()
+        text = settings.text
+        self.settings = settings
+        self.ops = settings.ops()
+        self.eps = text.norm_eps
+        self.first, self.last = get_pp_group().is_first_rank, get_pp_group().is_last_rank
+        if self.first:
+            self.embed_tokens = Embedding(text.padded_vocab_size, text.hidden_size)
+            self.embed_norm = Norm(text.hidden_size)
+
+        def build(prefix: str) -> DecoderLayer:
+            layer = int(prefix.rpartition(".")[2])
+            return DecoderLayer(
+                settings, text.attention(layer), text.layer_is_dense(layer), quant_config, prefix
+            )
+
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            text.num_layers, build, prefix=f"{prefix}.layers"
+        )
+        if self.last:
+            self.norm = Norm(text.hidden_size)
+        # A tuple, since slicing a module list builds a new one. Beside each layer stands what norms
+        # its output; a stage that is not the last sends the bare residual on.
+        stage = tuple(self.layers[self.start_layer : self.end_layer])
+        norms = (*(layer.attn_norm for layer in stage[1:]), self.norm if self.last else None)
+        self._stage = tuple(zip(stage, norms, strict=True))
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """ids [T] -> [T, H], after the embedding's norm."""
+        return self.ops.embed_norm(
+            input_ids, self.embed_tokens.weight, self.embed_norm.weight, self.eps
+        )
+
+    def forward(
+        self, input_ids: Tensor | None, positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None, inputs_embeds: Tensor | None = None,
+    ) -> Tensor | IntermediateTensors:  # fmt: skip
+        """-> hidden rows after the final norm [T, H]; before the last stage, the residual."""
+        if not self.first:
+            assert intermediate_tensors is not None
+            residual = intermediate_tensors["hidden_states"]
+        elif inputs_embeds is not None:
+            residual = inputs_embeds  # normed already; tower rows bypass the norm
+        else:
+            assert input_ids is not None
+            residual = self.embed_input_ids(input_ids)
+        entry = self._stage[0][0].attn_norm.weight
+        normed, residual = self.ops.rms_norm(residual, entry, self.eps, None)
+        for layer, norm in self._stage:
+            normed, residual = layer(
+                normed, residual, positions, None if norm is None else norm.weight
+            )
+        if not self.last:
+            return IntermediateTensors({"hidden_states": residual})
+        return normed
+
+
+class InklingForCausalLM(nn.Module, SupportsPP, SupportsLoRA):
+    """The text model as vLLM serves it; the multimodal class adds towers to it."""
+
+    # Names under which configs of quantised checkpoints and adapters know the modules.
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_substr={".w13_dn": ".gate_up_proj", ".w2_md": ".down_proj"},
+        orig_to_new_prefix={
+            "model.llm.unembed": "lm_head",
+            "model.llm.embed_norm": "model.embed_norm",
+            "model.llm.embed": "model.embed_tokens",
+            "model.llm.": "model.",
+        },
+    )
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
+        "qkvr": ["wq_du", "wk_dv", "wv_dv", "wr_du"],
+        "w13": ["w1", "w3"],
+    }
+    embedding_modules: ClassVar[dict[str, str]] = {"lm_head": "output_embeddings"}
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.vllm_config = vllm_config
+        self.config = vllm_config.model_config.hf_config
+        self.settings = settle(vllm_config, describe(self.config))
+        text = self.settings.text
+        self.model = InklingModel(
+            self.settings, vllm_config.quant_config, maybe_prefix(prefix, "model")
+        )
+        if self.model.last:
+            self.lm_head = ParallelLMHead(
+                text.padded_vocab_size, text.hidden_size,
+                org_num_embeddings=text.padded_vocab_size, quant_config=vllm_config.quant_config,
+                prefix=maybe_prefix(prefix, "lm_head"),
+            )  # fmt: skip
+        self.logits_processor = InklingLogits(text)
+        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
+            ["hidden_states"], text.hidden_size
+        )
+        _announce(self)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.model.embed_input_ids(input_ids)
+
+    def forward(
+        self, input_ids: Tensor | None, positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None, **_: Any,
+    ) -> Tensor | IntermediateTensors:  # fmt: skip
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Hidden rows [n, H] -> logits [n, valid ids]."""
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def tower_shapes(self) -> dict[str, checkpoint.Shape]:
+        """Shapes of tower parameters, named as in this module; a text model has none."""
+        return {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Check the checkpoint's files, then fill every parameter. Raises CheckpointError."""
+        folder = checkpoint_folder(self.vllm_config)
+        files = loading.read_headers(folder) if folder else loading.Files()
+        if not files.shapes:
+            weights = list(weights)  # a stream without files: names are known only afterwards
+            files.shapes = {name: tuple(tensor.shape) for name, tensor in weights}
+            files.file_of = dict.fromkeys(files.shapes, "the weight stream")
+        model = self.model
+        wanted = checkpoint.plan(
+            self.settings.config, files.shapes, shard_of(self, self.settings),
+            range(model.start_layer, model.end_layer), model.first, model.last,
+            self.tower_shapes(),
+        )  # fmt: skip
+        checkpoint.check(wanted, files.shapes, files.file_of)
+        return loading.load(self, weights, wanted, files, self.settings.allow_nonfinite)
+
+
+def shard_of(module: nn.Module, settings: Settings) -> checkpoint.Shard:
+    """The share of a checkpoint that this rank's parameters hold."""
+    head = getattr(module, "lm_head", None)
+    shard = checkpoint.Shard(
+        settings.rank, settings.tp, head_rows=None if head is None else head.weight.shape[0]
+    )
+    moe = next((m for m in module.modules() if isinstance(m, MoE)), None)
+    if moe is None:
+        return shard
+    owned, rank, size = expert_shard(moe.experts)
+    rows = moe.experts.routed_experts.w13_weight.shape[1] // 2
+    return checkpoint.Shard(
+        shard.rank, shard.size, tuple(owned), rank, size, rows, shard.head_rows
+    )
+
+
+def _announce(model: InklingForCausalLM) -> None:
+    """Say once who serves, and which ops of an accelerator ended on the reference."""
+    if model.settings.rank or not model.model.first:
+        return
+    ops = model.settings.ops()
+    logger.info(
+        "inkling_portable %s serves Inkling (%s) on %s", __version__, type(model).__name__,
+        ops.target.key,
+    )  # fmt: skip
+    for sentence in reference_warnings(ops.target, ops.decisions):
+        logger.warning("%s", sentence)

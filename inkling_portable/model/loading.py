@@ -1,0 +1,200 @@
+"""Filling parameters from safetensors: headers are checked first, values while they are copied."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from inkling_portable.model.checkpoint import CheckpointError, Shape, Stored
+
+logger = logging.getLogger("vllm.inkling_portable")
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass
+class Files:
+    """What the headers of a checkpoint's files say: shape and file of every tensor."""
+
+    folder: Path | None = None
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    file_of: dict[str, str] = field(default_factory=dict)
+
+
+def read_headers(folder: Path) -> Files:
+    """Read every safetensors header; an index decides which files count, MTP files always do.
+
+    Raises CheckpointError for a file that is missing, cut off or unreadable, and for a tensor that
+    stands in two files.
+    """
+    files = Files(folder)
+    for path in _weight_files(folder):
+        for name, shape in _read_header(path).items():
+            if name in files.shapes:
+                raise CheckpointError(
+                    f"tensor {name} stands in {files.file_of[name]} and in {path.name}; "
+                    "remove one of them"
+                )
+            files.shapes[name] = shape
+            files.file_of[name] = path.name
+    return files
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    named = set(json.loads(index.read_text())["weight_map"].values())
+    for name in sorted(named):
+        if not (folder / name).is_file():
+            raise CheckpointError(
+                f"file {name} is named in {INDEX} and missing from {folder.name}; "
+                "complete the download"
+            )
+    # Released MTP files are not always in the index.
+    named |= {path.name for path in folder.glob("mtp*.safetensors")}
+    return [folder / name for name in sorted(named)]
+
+
+def _read_header(path: Path) -> dict[str, Shape]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if 8 + length > size:
+            raise CheckpointError(
+                f"file {path.name} is cut off inside its header ({size} bytes); download it again"
+            )
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise CheckpointError(
+                f"file {path.name} has an unreadable header ({error}); download it again"
+            ) from error
+    header.pop("__metadata__", None)
+    body = size - 8 - length
+    for name, entry in header.items():
+        if entry["data_offsets"][1] > body:
+            raise CheckpointError(
+                f"file {path.name} is cut off inside tensor {name}: its data needs "
+                f"{8 + length + entry['data_offsets'][1]} bytes and the file has {size}; "
+                "download it again"
+            )
+    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+
+
+def load(
+    module: nn.Module, weights: Iterable[tuple[str, Tensor]], plan: Mapping[str, Stored],
+    files: Files, allow_nonfinite: bool, skip: frozenset[str] = frozenset(),
+) -> set[str]:  # fmt: skip
+    """Copy every tensor of a plan into the parameters of `module`.
+
+    Tensors of the plan that `weights` does not bring (MTP files outside the index) are read from
+    `files`. Parameters in `skip` are filled by somebody else.
+
+    Returns the names of the filled parameters. Raises CheckpointError, naming the tensor and its
+    file, for one that is missing or has NaN or infinite values, and for a parameter left unfilled.
+    """
+    params = {name: p for name, p in module.named_parameters() if name not in skip}
+    for name in padded_parameters(params):
+        params[name].data.zero_()
+    filled = dict.fromkeys(params, 0)
+    seen: set[str] = set()
+    infected: list[str] = []
+
+    def take(name: str, tensor: Tensor) -> None:
+        stored = plan.get(name)
+        if stored is None or name in seen:
+            return
+        seen.add(name)
+        where = files.file_of.get(name, "the weight stream")
+        if tuple(tensor.shape) != stored.shape:
+            raise CheckpointError(
+                f"tensor {name} in {where} needs shape {list(stored.shape)}; found "
+                f"{list(tensor.shape)}; correct the config or the file"
+            )
+        for copy in stored.copies:
+            source = tensor[copy.of]
+            if not _finite(source):
+                if not allow_nonfinite:
+                    raise CheckpointError(
+                        f"tensor {name} in {where} has NaN or infinite values; repair it, or allow "
+                        'them with --additional-config \'{"inkling_portable": '
+                        '{"allow_nonfinite": true}}\''
+                    )
+                infected.append(f"{name} in {where}")
+            target = params[copy.param].data[copy.into]
+            if target.shape != source.shape:
+                raise CheckpointError(
+                    f"tensor {name} in {where} does not fit parameter {copy.param}: a part of "
+                    f"{list(source.shape)} should fill {list(target.shape)}; report this"
+                )
+            target.copy_(source)
+            filled[copy.param] += source.numel()
+
+    for name, tensor in weights:
+        take(name, tensor)
+    for name, tensor in _unstreamed(plan, seen, files):
+        take(name, tensor)
+    missing = [name for name in plan if name not in seen]
+    if missing:
+        raise CheckpointError(
+            f"tensor {missing[0]} did not arrive from {files.file_of.get(missing[0], 'any file')}; "
+            "complete the checkpoint"
+        )
+    _check_filled(params, filled)
+    if infected:
+        logger.warning(
+            "%d weight slices have NaN or infinite values, which additional_config allows; the "
+            "first is %s", len(infected), infected[0],
+        )  # fmt: skip
+    return set(params)
+
+
+def padded_parameters(params: Mapping[str, Tensor]) -> list[str]:
+    """Parameters that an engine may make larger than their tensors; the rest of them is zero."""
+    return [
+        name for name in params if name.startswith("lm_head.") or ".experts.routed_experts." in name
+    ]
+
+
+def _check_filled(params: Mapping[str, Tensor], filled: Mapping[str, int]) -> None:
+    padded = set(padded_parameters(params))
+    for name, param in params.items():
+        if filled[name] < (1 if name in padded else param.numel()):
+            raise CheckpointError(
+                f"parameter {name} got {filled[name]} of its {param.numel()} values; report this"
+            )
+
+
+def _unstreamed(
+    plan: Mapping[str, Stored], seen: set[str], files: Files
+) -> Iterator[tuple[str, Tensor]]:
+    wanted: dict[str, list[str]] = {}
+    for name in plan:
+        if name not in seen and name in files.file_of:
+            wanted.setdefault(files.file_of[name], []).append(name)
+    if not wanted or files.folder is None:
+        return
+    from safetensors import safe_open
+
+    for file, names in wanted.items():
+        with safe_open(files.folder / file, framework="pt") as opened:
+            for name in names:
+                yield name, opened.get_tensor(name)
+
+
+def _finite(values: Tensor) -> bool:
+    """Whether all values are finite, without a mask as large as the tensor."""
+    if not values.numel() or values.dtype not in (torch.float32, torch.bfloat16, torch.float16,
+                                                  torch.float64):  # fmt: skip
+        return True
+    low, high = torch.aminmax(values)
+    return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -1,0 +1,51 @@
+"""From hidden rows to logits of valid ids: one function for the model and its drafts.
+
+The trained scale divides the logits by the width multiplier. Applied to the logits, it also scales
+an adapter's contribution, and vLLM's own head honours `head_dtype`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inkling_portable.model.config import TextConfig
+from inkling_portable.model.engine import LogitsProcessor, ParallelLMHead, on_accelerator
+
+
+class InklingLogits(LogitsProcessor):
+    """Logits [T, vocab_size] of hidden rows [T, H]; padding rows of the head are cut off."""
+
+    def __init__(self, text: TextConfig) -> None:
+        super().__init__(
+            text.padded_vocab_size,
+            org_vocab_size=text.vocab_size,
+            scale=1.0 / text.logit_divisor,
+        )
+        # On a GPU the factor can ride in the product, before its only rounding.
+        self.factor_in_product = on_accelerator()
+
+    def forward(
+        self, lm_head: ParallelLMHead, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> Tensor | None:
+        # The LoRA wrapper calls this with itself as self: it has neither the field nor our class.
+        if (
+            getattr(self, "factor_in_product", False)
+            and not args
+            and not kwargs
+            and _plain(lm_head, hidden_states)
+            and getattr(self, "head_dtype", None) in (None, hidden_states.dtype)
+        ):
+            weight = lm_head.weight
+            logits = torch.addmm(
+                weight.new_zeros(1), hidden_states, weight.t(), beta=0.0, alpha=self.scale
+            )
+            if lm_head.tp_size > 1:
+                logits = self._gather_logits(logits)
+            return None if logits is None else logits[..., : self.org_vocab_size]
+        return LogitsProcessor.forward(self, lm_head, hidden_states, *args, **kwargs)
+
+
+def _plain(lm_head: ParallelLMHead, hidden: Tensor) -> bool:
+    weight = getattr(lm_head, "weight", None)
+    return weight is not None and weight.ndim == 2 and weight.dtype == hidden.dtype

@@ -1,0 +1,126 @@
+"""What is settled before a layer is built: the description, the facts and the resolved ops."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from inkling_portable.model.config import AttentionGeometry, InklingConfig, TextConfig
+from inkling_portable.model.engine import (
+    VllmConfig,
+    expert_parallel_size,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tp_group_name,
+)
+from inkling_portable.registry import MODELS, SETTINGS, Facts, Resolved, parse_overrides, resolve
+from inkling_portable.target import Target
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Shared by all layers of one model (target or draft)."""
+
+    config: InklingConfig
+    facts: Facts
+    requests: tuple[tuple[str, str], ...]
+    dtype: torch.dtype
+    tp: int
+    rank: int
+    group: str
+    allow_nonfinite: bool
+
+    @property
+    def text(self) -> TextConfig:
+        return self.config.text
+
+    @cached_property
+    def target(self) -> Target:
+        return Target.detect()
+
+    def ops(self, page_size: int = 0) -> Resolved:
+        """The ops, once more when a cache is bound: some choices depend on its page size."""
+        return resolve(self.target, replace(self.facts, page_size=page_size), dict(self.requests))
+
+    def per_rank(self, geometry: AttentionGeometry) -> tuple[int, int]:
+        """(query heads, KV heads) of one rank."""
+        return geometry.heads // self.tp, geometry.kv_heads // self.tp
+
+
+def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
+    """Read everything that the layers need to know from the engine's config.
+
+    Raises ConfigError for a width that does not split over the ranks and SelectionError for a
+    request that cannot be obeyed.
+    """
+    tp = get_tensor_model_parallel_world_size()
+    config.text.check_tensor_parallel(tp)
+    extra = vllm_config.additional_config
+    extra = extra if isinstance(extra, Mapping) else {}
+    requests = parse_overrides(extra, os.environ.get("INKLING_PORTABLE"))
+    block = extra.get("inkling_portable") or {}
+    settings = {name: bool(block.get(name, False)) for name in SETTINGS}
+    return Settings(
+        config=config,
+        facts=_facts(vllm_config, config.text, tp),
+        requests=tuple(sorted(requests.items())),
+        dtype=vllm_config.model_config.dtype,
+        tp=tp,
+        rank=get_tensor_model_parallel_rank(),
+        group=tp_group_name(),
+        allow_nonfinite=settings["allow_nonfinite"],
+    )
+
+
+def _facts(vllm_config: VllmConfig, text: TextConfig, tp: int) -> Facts:
+    kernel = getattr(vllm_config, "kernel_config", None)
+    facts = Facts(
+        model="custom",
+        dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
+        weights=_weight_format(vllm_config),
+        hidden=text.hidden_size,
+        heads=text.global_heads,
+        kv_heads=text.global_kv_heads,
+        local_heads=text.local_heads,
+        local_kv_heads=text.local_kv_heads,
+        head_dim=text.global_head_dim,
+        d_rel=text.rel_dim,
+        rel_extent=text.rel_extent,
+        window=text.window,
+        conv_taps=text.conv_taps,
+        experts=text.num_experts,
+        expert_width=text.expert_width,
+        top_k=text.top_k,
+        sinks=text.num_sinks,
+        tp=tp,
+        ep=expert_parallel_size(vllm_config),
+        pp=vllm_config.parallel_config.pipeline_parallel_size,
+        lora=vllm_config.lora_config is not None,
+        kv_dtype=str(vllm_config.cache_config.cache_dtype),
+        batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT") == "1",
+        moe_backend=str(getattr(kernel, "moe_backend", None) or "auto"),
+        rocm_aiter=os.environ.get("VLLM_ROCM_USE_AITER", "1") not in ("0", "false", "False"),
+    )
+    for name, known in MODELS.items():
+        same = ("hidden", "heads", "kv_heads", "local_heads", "local_kv_heads", "expert_width")
+        if all(getattr(facts, field) == getattr(known, field) for field in same):
+            return replace(facts, model=name)
+    return facts
+
+
+def _weight_format(vllm_config: VllmConfig) -> str:
+    """Name in Facts of the routed experts' number format."""
+    quant: Any = vllm_config.quant_config
+    if quant is None:
+        return "bf16"
+    name = str(quant.get_name()).lower()
+    if "fp8" in name:
+        return "fp8"
+    if "quark" in name or "mxfp4" in name:
+        return "mxfp4"
+    return "nvfp4"

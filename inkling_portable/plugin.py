@@ -1,0 +1,75 @@
+"""What vLLM calls in every process it starts: names our classes, imports none of them.
+
+The three architectures keep their in-tree names, so vLLM's own lists of architectures go on
+applying. `INKLING_PORTABLE=off` leaves the in-tree classes in place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+logger = logging.getLogger("vllm.inkling_portable")
+
+OLDEST, NEWEST = (0, 26), (0, 33)
+
+ARCHITECTURES = {
+    "InklingForCausalLM": "inkling_portable.model.inkling:InklingForCausalLM",
+    "InklingForConditionalGeneration": (
+        "inkling_portable.model.multimodal:InklingForConditionalGeneration"
+    ),
+    "InklingMTPModel": "inkling_portable.model.mtp:InklingMTP",
+}
+
+
+class VersionError(RuntimeError):
+    """A vLLM outside the range that this plugin was checked against."""
+
+
+def register() -> None:
+    """Make vLLM serve Inkling with this package. May be called any number of times.
+
+    Raises VersionError outside vLLM 0.26 to 0.33: the plugin reaches into interfaces that change
+    between versions, and a wrong guess could be a wrong number.
+    """
+    if os.environ.get("INKLING_PORTABLE", "").strip() == "off":
+        return
+    import vllm
+
+    check_version(vllm.__version__)
+    from vllm.model_executor.models import ModelRegistry
+
+    for name, code in ARCHITECTURES.items():
+        ModelRegistry.register_model(name, code)
+    _register_configs()
+    # vLLM refuses adapters for any architecture called Inkling unless this says that the in-tree
+    # model's fused collective is off. Our collectives choose by themselves whether an adapter's
+    # partial sums suit them, so LAMPORT_RS_SCONV, which that collective really reads, stays free.
+    os.environ.setdefault("INKLING_MULTIMEM_AR", "0")
+    logger.debug("inkling_portable registered %s", ", ".join(ARCHITECTURES))
+
+
+def check_version(version: str) -> None:
+    """Raise VersionError unless `version` ("0.32.0+cpu") lies in the supported range."""
+    parts = version.split("+")[0].split(".")
+    try:
+        found = (int(parts[0]), int(parts[1]))
+    except (IndexError, ValueError):
+        found = (0, 0)
+    if not OLDEST <= found <= NEWEST:
+        raise VersionError(
+            f"inkling_portable needs vLLM 0.{OLDEST[1]} to 0.{NEWEST[1]}; found {version}; install "
+            "a version in that range, or set INKLING_PORTABLE=off to serve the in-tree model"
+        )
+
+
+def _register_configs() -> None:
+    from vllm.transformers_utils import config
+
+    from inkling_portable.model import hf_configs
+
+    config._CONFIG_REGISTRY.update(
+        inkling_mm_model=hf_configs.InklingMMConfig,
+        inkling_model=hf_configs.InklingTextConfig,
+        inkling_text=hf_configs.InklingHfTextConfig,
+    )
