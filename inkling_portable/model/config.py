@@ -37,6 +37,14 @@ LEAKED_EXPERT_WIDTH = 3072
 """`moe_intermediate_size` default of a transformers class; it leaks into files that do not mean it
 (transformers issue 49416), so beside the original dialect's fields it says nothing."""
 
+CLASS_DEFAULT_SLOTS = {
+    "image_token_id": 200054,
+    "audio_token_id": 200053,
+    "image_bos_token_id": 200005,
+    "audio_bos_token_id": 200020,
+}
+"""What transformers writes when the checkpoint says nothing; beyond the vocabulary it is noise."""
+
 GLOBAL_EVERY = 6
 """Without any statement about local layers, each sixth layer is global: 5, 11, 17 and so on."""
 
@@ -271,19 +279,20 @@ def parse(raw: Mapping[str, Any], *, dense_layers: Collection[int] | None = None
     text = _text(text_block, is_draft, dense_layers)
     top.refuse("tie_word_embeddings", (False,), "store the unembedding as a tensor of its own")
     mtp_home = top if top.get("mtp_config") is not None else text_block
-    config = InklingConfig(
+    vision = _vision(top, text) if top.get("vision_config") is not None else None
+    audio = _audio(top, text) if top.get("audio_config") is not None else None
+    vocab = text.vocab_size
+    return InklingConfig(
         text=text,
-        vision=_vision(top, text) if top.get("vision_config") is not None else None,
-        audio=_audio(top, text) if top.get("audio_config") is not None else None,
+        vision=vision,
+        audio=audio,
         mtp=_mtp(mtp_home, text_block, is_draft, text),
         eos_ids=_eos(top, text),
-        image_token=top.optional_whole("image_token_id", minimum=0),
-        audio_token=top.optional_whole("audio_token_id", minimum=0),
-        image_opener=top.optional_whole("image_bos_token_id", minimum=0),
-        audio_opener=top.optional_whole("audio_bos_token_id", minimum=0),
+        image_token=_slot(top, "image_token_id", vision, vocab),
+        audio_token=_slot(top, "audio_token_id", audio, vocab),
+        image_opener=_slot(top, "image_bos_token_id", vision, vocab),
+        audio_opener=_slot(top, "audio_bos_token_id", audio, vocab),
     )
-    _check_slots(top, config)
-    return config
 
 
 def _text(block: Block, is_draft: bool, dense_layers: Collection[int] | None) -> TextConfig:
@@ -524,13 +533,11 @@ def _eos(top: Block, text: TextConfig) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _check_slots(top: Block, config: InklingConfig) -> None:
-    """Ids of an enabled tower must be valid; config classes write defaults for absent ones."""
-    for tower, slot, name in (
-        (config.vision, config.image_token, "image_token_id"),
-        (config.vision, config.image_opener, "image_bos_token_id"),
-        (config.audio, config.audio_token, "audio_token_id"),
-        (config.audio, config.audio_opener, "audio_bos_token_id"),
-    ):
-        if tower is not None and slot is not None and slot >= config.text.vocab_size:
-            top.fail(name, slot, f"use an id below the vocabulary of {config.text.vocab_size}")
+def _slot(top: Block, name: str, tower: object, vocab: int) -> int | None:
+    """A special token's id; without the tower that reads it, it does not matter."""
+    value = top.optional_whole(name, minimum=0)
+    if tower is None or value is None or value < vocab:
+        return value
+    if value == CLASS_DEFAULT_SLOTS[name]:
+        return None
+    return top.fail(name, value, f"use an id below the vocabulary of {vocab}")
