@@ -34,29 +34,27 @@ def causal_conv(
     Padding rows (request -1) come back unchanged.
     """
     rows, taps = z.shape[0], weight.shape[1]
-    padding = requests < 0
     if rows == 0 or q_starts.numel() < 2:
         return z.clone()
     request = requests.clamp_min(0).long()
     block = state.shape[1]
-    wide, kernel = acc(z), acc(weight).to(acc(z).dtype)
-    total = wide * (1 + kernel[:, taps - 1])
-    row = torch.arange(rows, device=z.device)
-    for back in range(1, taps):
-        position = positions - back
-        inside = row - back >= q_starts[request]
-        older = (position >= 0).logical_and(~inside)
-        at = torch.where(older, position, 0)
-        page = torch.where(older, pages[request, at // block].long(), 0)
-        cached = acc(state[page, at % block].reshape(rows, -1)).to(wide.dtype)
-        shifted = wide.roll(back, 0) if rows else wide
-        tap = torch.where(inside[:, None], shifted, cached)
-        tap = torch.where((position >= 0)[:, None], tap, torch.zeros_like(tap))
-        total = total + tap * kernel[:, taps - 1 - back]
+    back = torch.arange(taps - 1, 0, -1, device=z.device)  # oldest first, as the weights are
+    row = torch.arange(rows, device=z.device)[:, None] - back
+    position = positions[:, None] - back
+    inside = row >= q_starts[request][:, None]
+    # Older tokens come from the state; their page is looked up only where they exist.
+    older = (position >= 0) & ~inside
+    at = torch.where(older, position, 0)
+    page = torch.where(older, pages[request[:, None], at // block].long(), 0)
+    cached = state[page, at % block].flatten(2).to(z.dtype)
+    history = torch.where(inside[..., None], z[row.clamp_min(0)], cached)
+    history = acc(history).masked_fill_((position < 0)[..., None], 0)
+    kernel = acc(weight).to(history.dtype)
+    total = acc(z) * (1 + kernel[:, -1]) + (history * kernel[:, :-1].T).sum(1)
     write = slots >= 0
     at = slots[write]
     state[at // block, at % block] = z[write].reshape(-1, *state.shape[2:]).to(state.dtype)
-    return torch.where(padding[:, None], z, store(total, z))
+    return torch.where((requests < 0)[:, None], z, store(total, z))
 
 
 def draw_stream(draw: Draw, batch: Batch) -> tuple[Paged, int, int, int]:
