@@ -1,0 +1,66 @@
+"""Write what this machine's kernels compute on seeded inputs, for comparison with another vendor.
+
+One safetensors file: inputs made on the CPU, outputs, the decisions that led here, versions, and
+the hash of every contract.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from inkling_portable import __version__
+from inkling_portable.commands.verify import device_of, parser, runnable
+from inkling_portable.registry import SelectionError
+from inkling_portable.target import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def main(argv: list[str]) -> int:
+    """Returns 0, or 2 for a request that cannot be met."""
+    p = parser("record", __doc__)
+    p.add_argument("--out", required=True, metavar="FILE", help="the file to write")
+    p.set_defaults(examples=3)
+    options = p.parse_args(argv)
+    target = Target.detect()
+    try:
+        tensors, metadata = record(
+            target, options.ops, options.provider, options.seed, options.examples
+        )
+    except SelectionError as error:
+        print(f"inkling-portable record: {error}", file=sys.stderr)
+        return 2
+    from safetensors.torch import save_file
+
+    save_file(tensors, options.out, {"inkling_portable": json.dumps(metadata)})
+    print(f"{options.out}: {len(metadata['entries'])} recordings of {metadata['target']}")
+    return 0
+
+
+def record(target: Target, ops: list[str], provider: str | None, seed: int, examples: int,
+           ) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
+    """Tensors named `op/provider/seed/in|out/name`, and the metadata object of the file."""
+    from inkling_portable.agreement import output_names, run
+    from inkling_portable.inputs import SeededDraw
+    from inkling_portable.registry import contract
+
+    tensors: dict[str, Tensor] = {}
+    entries = []
+    for row in runnable(target, ops, provider):
+        op, function = contract(row.op), row.load()
+        for current in range(seed, seed + examples):
+            arguments = op.inputs(SeededDraw(current))
+            outputs = run(function, op, arguments, device=device_of(target))
+            key = f"{row.op}/{row.provider}/{current}"
+            plain = {k: v for k, v in arguments.items() if not hasattr(v, "dtype")}
+            for name, value in arguments.items():
+                if name not in plain:
+                    tensors[f"{key}/in/{name}"] = value.clone().contiguous()
+            for name, value in zip(output_names(op, len(outputs)), outputs, strict=True):
+                tensors[f"{key}/out/{name}"] = value.clone().contiguous()
+            entries.append({"op": row.op, "provider": row.provider, "seed": current, "code": row.code,
+                            "contract": op.digest, "plain": plain})  # fmt: skip
+    return tensors, {"target": str(target), "version": __version__, "entries": entries}

@@ -1,0 +1,91 @@
+"""Hold the kernels of this machine to their contracts on seeded inputs.
+
+Every provider that accepts this machine is compared with the reference in float64, per row. A
+failure prints the line that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from inkling_portable.registry import Facts, Offer, SelectionError, op_names, ordered_rows
+from inkling_portable.target import Target
+
+
+def parser(name: str, summary: str | None) -> argparse.ArgumentParser:
+    """Options that `verify` and `record` share."""
+    p = argparse.ArgumentParser(prog=f"inkling-portable {name}", description=summary)
+    p.add_argument("ops", nargs="*", metavar="op", help="ops to run; all if none is named")
+    p.add_argument("--provider", help="only this provider")
+    p.add_argument("--seed", type=int, default=0, help="first seed")
+    p.add_argument("--examples", type=int, default=25, help="seeds for each op")
+    return p
+
+
+def device_of(target: Target) -> str:
+    """Where tensors live: ROCm's devices are called cuda by torch too."""
+    return "cpu" if target.vendor == "cpu" else "cuda"
+
+
+def runnable(target: Target, ops: Sequence[str], provider: str | None) -> Iterator[Offer]:
+    """The rows that are functions and accept this machine; SelectionError for a bad request."""
+    facts = Facts()
+    unknown = [name for name in ops if name not in op_names()]
+    if unknown:
+        raise SelectionError(f"unknown op {unknown[0]!r}; ops are {', '.join(op_names())}")
+    found = False
+    for name in ops or op_names():
+        for row in ordered_rows(name, target):
+            if row.provider == "engine" or (provider and row.provider != provider):
+                continue
+            reason = row.refusal(target, facts)
+            if reason is None:
+                found = True
+                yield row
+            elif provider:
+                raise SelectionError(f"{name}={provider} cannot run on {target.key}: {reason}")
+    if not found:
+        raise SelectionError(f"no op asked for is offered by {provider!r} on {target.key}")
+
+
+def main(argv: list[str]) -> int:
+    """Returns 0 if all agree, 1 if any does not, 2 for a request that cannot be met."""
+    p = parser("verify", __doc__)
+    options = p.parse_args(argv)
+    target = Target.detect()
+    try:
+        rows = list(runnable(target, options.ops, options.provider))
+    except SelectionError as error:
+        print(f"inkling-portable verify: {error}", file=sys.stderr)
+        return 2
+    failed = 0
+    print(f"target {target}")
+    for row in rows:
+        failed += not verify_row(row, device_of(target), options.seed, options.examples)
+    print(f"{len(rows) - failed} of {len(rows)} kernels agree with their contracts")
+    return 1 if failed else 0
+
+
+def verify_row(row: Offer, device: str, seed: int, examples: int) -> bool:
+    """Run one offer on `examples` seeds; prints one line, and the reproduce line on failure."""
+    from inkling_portable.agreement import disagreements
+    from inkling_portable.inputs import SeededDraw
+    from inkling_portable.registry import contract
+
+    op, function = contract(row.op), row.load()
+    began = time.monotonic()
+    for current in range(seed, seed + examples):
+        reports = disagreements(op, function, op.inputs(SeededDraw(current)), device)
+        if reports:
+            prefix = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""
+            repeat = f"{row.op} --provider {row.provider} --seed {current} --examples 1"
+            print(f"{row.op:20} {row.provider:12} FAILED  {reports[0]}")
+            print(f"    {prefix}python -m inkling_portable verify {repeat}")
+            return False
+    took = time.monotonic() - began
+    print(f"{row.op:20} {row.provider:12} agrees  {examples} examples, {took:.1f} s")
+    return True
