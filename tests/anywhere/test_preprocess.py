@@ -1,0 +1,305 @@
+"""Image patches and dMel levels against transformers' processors and the written-out rules.
+
+transformers' image processor needs torchvision; its answers stand in tests/facts/image_pixels.json
+(ci/record_images.py). Its audio extractor runs as it is.
+"""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from transformers.audio_utils import mel_filter_bank
+from transformers.models.inkling.feature_extraction_inkling import InklingFeatureExtractor
+from transformers.models.inkling.processing_inkling import InklingProcessor
+
+from ci.record_images import picture
+from inkling_portable.model import preprocess
+from inkling_portable.model.config import AudioConfig, VisionConfig
+from inkling_portable.model.preprocess import (
+    AudioSettings,
+    ImageSettings,
+    audio_settings,
+    dmel_levels,
+    image_patches,
+    image_settings,
+    mel_filters,
+)
+
+FACTS = json.loads((Path(__file__).parents[1] / "facts" / "image_pixels.json").read_text())
+VISION = VisionConfig(64, 40, 2, 3, 4, 1e-6)
+AUDIO = AudioConfig(64, 80, 16, -7.0, 2.0, 1e-6)
+AS_IS = ImageSettings(rescale_image_frac=1.0)
+
+
+# --- images --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", FACTS["cases"], ids=lambda c: f"{c['height']}x{c['width']}")
+def test_pixels_equal_transformers(case):
+    image = Image.fromarray(picture(case["height"], case["width"]))
+    got = image_patches(image, AS_IS)
+    assert list(got.shape) == case["shape"]
+    samples = got.flatten()[:: case["step"]].double()
+    assert (samples - torch.tensor(case["samples"]).double()).abs().max() <= 5e-7
+    assert got.double().sum().item() == pytest.approx(case["sum"], abs=2e-7 * got.numel())
+    squares = got.double().square().sum().item()
+    assert squares == pytest.approx(case["sum_of_squares"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("width", "height"), [(23, 50), (40, 40), (90, 61)])
+def test_each_pixel_lands_where_the_rule_says(width, height):
+    pixels = picture(height, width)
+    patches = image_patches(pixels, AS_IS)
+    rows, columns = -(-height // 40), width // 40 + 1
+    assert patches.shape == (rows * columns, 2, 40, 40, 3)
+    padded = np.full((rows * 40, columns * 40, 3), -1.0)
+    padded[:height, :width] = pixels
+    mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+    expected = (padded / 255 - mean) / std
+    for row in range(rows):
+        for column in range(columns):
+            cell = expected[row * 40 : row * 40 + 40, column * 40 : column * 40 + 40]
+            for time in range(2):
+                got = patches[row * columns + column, time].double().numpy()
+                assert np.abs(got - cell).max() < 5e-7
+    # The corner is padding, as the spec prints it.
+    assert patches[-1, 0, -1, -1].tolist() == pytest.approx(
+        [-1.80686, -1.76710, -1.49444], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "frac", "resized", "tokens"),
+    [
+        (80, 80, 1.0, (80, 80), 6),
+        (81, 79, 1.0, (81, 79), 6),
+        (40, 40, 1.0, (40, 40), 2),
+        (37, 123, 1.0, (37, 123), 4),
+        (120, 160, 1.0, (120, 160), 15),
+        (1, 1, 1.0, (1, 1), 1),
+        (100, 60, 2.0, (200, 120), 20),
+        (1500, 1000, 2.0, (2048, 1365), 1820),
+        (3000, 20, 2.0, (3000, 20), 75),
+        (1025, 513, 2.0, (2048, 1025), 1352),
+        (1, 2000, 0.25, (1, 500), 13),
+    ],
+)
+def test_resize_rule_and_token_counts(height, width, frac, resized, tokens):
+    settings = ImageSettings(rescale_image_frac=frac)
+    assert settings.resized(width, height) == resized[::-1]
+    assert settings.tokens(width, height) == tokens
+    assert image_patches(Image.new("RGB", (width, height)), settings).shape[0] == tokens
+
+
+def test_resizing_is_pils_lanczos_on_eight_bits():
+    image = Image.fromarray(picture(50, 31))
+    again = image.resize((62, 100), resample=Image.Resampling.LANCZOS)
+    assert torch.equal(image_patches(image, ImageSettings()), image_patches(again, AS_IS))
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16"])
+def test_every_mode_is_converted_to_rgb(mode):
+    image = Image.fromarray(picture(20, 30)).convert("L" if mode == "I;16" else mode)
+    if mode == "I;16":
+        image = Image.fromarray(np.asarray(image).astype(np.uint16))
+        assert image.mode == mode
+    expected = image_patches(image.convert("RGB"), AS_IS)
+    assert torch.equal(image_patches(image, AS_IS), expected)
+
+
+def test_arrays_and_tensors_equal_pil_images():
+    pixels = picture(45, 33)
+    expected = image_patches(Image.fromarray(pixels), AS_IS)
+    assert torch.equal(image_patches(pixels, AS_IS), expected)
+    assert torch.equal(image_patches(torch.from_numpy(pixels), AS_IS), expected)
+    assert image_patches(pixels, AS_IS, torch.bfloat16).equal(expected.bfloat16())
+
+
+def test_other_patch_sizes():
+    settings = ImageSettings(patch_size=8, temporal_patch_size=1, rescale_image_frac=1.0)
+    patches = image_patches(picture(20, 16), settings)
+    assert patches.shape == (9, 1, 8, 8, 3)
+    assert torch.equal(patches[0, 0], image_patches(picture(8, 8), settings)[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (Image.new("RGB", (0, 5)), "found 0x5; send a non-empty image"),
+        (np.zeros((0, 5, 3), np.uint8), r"found shape \(0, 5, 3\)"),
+        (np.zeros((5, 5, 3), np.float32), "found float32 of shape"),
+        (np.zeros((5, 5), np.uint8), r"found uint8 of shape \(5, 5\)"),
+        (np.zeros((3, 5, 5), np.uint8), r"found uint8 of shape \(3, 5, 5\)"),
+        ("picture.png", "found str"),
+        (b"\x89PNG", "found bytes"),
+        (None, "found NoneType"),
+    ],
+)
+def test_images_that_are_none(image, message):
+    with pytest.raises(ValueError, match=message):
+        image_patches(image, ImageSettings())
+
+
+def test_an_image_that_is_too_large_is_refused_before_it_is_resized(monkeypatch):
+    monkeypatch.setattr(Image.Image, "resize", None)
+    with pytest.raises(ValueError, match=r"at most 100 tokens; 1000x1000 pixels take 2550; send"):
+        image_patches(Image.new("RGB", (1000, 1000)), ImageSettings(max_tokens=100))
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    path = tmp_path / "cut.png"
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[:4000])
+    with pytest.raises(ValueError, match="needs intact data"), Image.open(path) as image:
+        image_patches(image, ImageSettings())
+
+
+def test_image_settings_follow_the_processor_file():
+    assert image_settings(VISION, {}) == ImageSettings()
+    given = {
+        "size": {"height": 40, "width": 40},
+        "rescale_image_frac": 1.0,
+        "rescale_image_max_upscaled_long_edge": 512,
+        "image_mean": [0.5, 0.5, 0.5],
+    }
+    wanted = ImageSettings(
+        mean=(0.5, 0.5, 0.5), rescale_image_frac=1.0, rescale_image_max_upscaled_long_edge=512
+    )
+    assert image_settings(VISION, given) == wanted
+    assert image_settings(VISION, {"image_processor": given}) == wanted
+    # transformers' own default is null, which serving reads as "not said".
+    assert image_settings(VISION, {"rescale_image_frac": None}) == ImageSettings()
+    assert image_settings(VISION, {}, max_tokens=7, mean=None) == ImageSettings(max_tokens=7)
+    with pytest.raises(ValueError, match="cuts images into 14x14 but vision_config into 40x40"):
+        image_settings(VISION, {"size": {"height": 14, "width": 14}})
+    for wrong in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="rescale_image_frac needs a positive finite number"):
+            image_settings(VISION, {"rescale_image_frac": wrong})
+
+
+# --- audio ---------------------------------------------------------------------------------------
+
+
+def tone(samples: int, seed: int = 0) -> np.ndarray:
+    """A sweep with noise, float32 [samples]."""
+    time = np.arange(samples) / 16_000
+    noise = np.random.default_rng(seed).normal(size=samples)
+    wave = 0.4 * np.sin(2 * np.pi * (200 + 900 * time) * time) + 0.02 * noise
+    return wave.astype(np.float32)
+
+
+def transformers_levels(wave: np.ndarray) -> torch.Tensor:
+    """What transformers' extractor and quantiser make of one clip."""
+    features = InklingFeatureExtractor()(wave, sampling_rate=16_000, return_tensors="pt")
+    centres = torch.linspace(-7.0, 2.0, 16, dtype=torch.float64).float()
+    stub = SimpleNamespace(bin_centers=centres, dmel_min_value=-7.0, dmel_max_value=2.0)
+    return InklingProcessor._extract_dmel_bins(stub, features["input_features"])[0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "frames"), [(800, 1), (801, 2), (16_000, 20), (12_345, 16), (1, 1), (16_001, 21)]
+)
+def test_levels_equal_transformers(samples, frames):
+    got = dmel_levels(tone(samples), AudioSettings())
+    expected = transformers_levels(tone(samples))
+    assert got.dtype == torch.int32
+    assert got.shape == expected.shape == (frames, 80)
+    assert torch.equal(got, expected)
+    assert AudioSettings().tokens(samples) == frames
+
+
+def test_loud_and_silent_clips_equal_transformers():
+    for wave in (np.zeros(4000, np.float32), np.ones(4000, np.float32), 1e4 * tone(4000)):
+        assert torch.equal(dmel_levels(wave, AudioSettings()), transformers_levels(wave))
+    assert int(dmel_levels(1e4 * tone(4000), AudioSettings()).max()) == 15
+
+
+def test_long_clips_are_transformed_in_pieces(monkeypatch):
+    wave = tone(40_000)
+    expected = dmel_levels(wave, AudioSettings())
+    monkeypatch.setattr(preprocess, "FRAMES_AT_ONCE", 7)
+    assert torch.equal(dmel_levels(wave, AudioSettings()), expected)
+
+
+@given(rate=st.sampled_from([8000, 16_000]), bins=st.sampled_from([4, 40, 80]))
+def test_mel_filters_equal_transformers(rate, bins):
+    n_fft = rate // 10
+    expected = mel_filter_bank(
+        num_frequency_bins=n_fft // 2 + 1,
+        num_mel_filters=bins,
+        min_frequency=0.0,
+        max_frequency=rate / 2,
+        sampling_rate=rate,
+        norm="slaney",
+        mel_scale="slaney",
+    )
+    got = mel_filters(rate, n_fft, bins).double().numpy()
+    assert np.abs(got - expected.T).max() <= 1e-8
+
+
+@pytest.mark.parametrize(("value", "level"), [(-4.5, 4), (-2.1, 8), (2.0, 15), (5.0, 15), (-9, 3)])
+def test_levels_of_known_energies(value, level, monkeypatch):
+    """With filters that pass one bin, a constant amplitude gives a known log energy.
+
+    Magnitudes end at 1e-5, hence -9 comes out as -5.
+    """
+    settings = AudioSettings(mel_bins=1, hop_length=4, window_size=4, n_fft=4)
+    monkeypatch.setattr(preprocess, "mel_filters", lambda *_: torch.tensor([[1.0, 0.0, 0.0]]))
+    # The periodic Hann window of 4 samples sums to 2: amplitude a has a DC magnitude of 2a.
+    wave = np.full(4, 10.0**value / 2)
+    assert dmel_levels(wave, settings).tolist() == [[level]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        (np.zeros(0, np.float32), "needs at least one sample"),
+        (np.array([0.0, np.nan]), "found NaN or infinity"),
+        (np.array([0.0, np.inf]), "found NaN or infinity"),
+        (np.zeros((2, 100), np.float32), r"found shape \(2, 100\)"),
+        (np.array(1.0), r"found shape \(\)"),
+        (np.zeros(100, np.int16), "found torch.int16"),
+        (np.array(["a"], dtype=object), "found ndarray"),
+        ([0.0, 1.0], "found list"),
+        (None, "found NoneType"),
+    ],
+)
+def test_audio_that_is_none(samples, message):
+    with pytest.raises(ValueError, match=message):
+        dmel_levels(samples, AudioSettings())
+
+
+def test_a_clip_that_is_too_long_is_refused():
+    limit = r"at most 10 tokens \(0.5 s\); this clip takes 11 \(0.55 s\); send a shorter one"
+    with pytest.raises(ValueError, match=limit):
+        dmel_levels(np.zeros(8001, np.float32), AudioSettings(max_tokens=10))
+
+
+def test_audio_settings_follow_the_files():
+    assert audio_settings(AUDIO, {}) == AudioSettings()
+    own_range = AudioConfig(64, 80, 16, -6.0, 1.0, 1e-6)
+    assert audio_settings(own_range, {}) == AudioSettings(low=-6.0, high=1.0)
+    # In the Hugging Face dialect the processor file has the range.
+    bare = AudioConfig(64, 80, 16, None, None, 1e-6)
+    assert audio_settings(bare, {"dmel_min_value": -5.0}) == AudioSettings(low=-5.0)
+    assert audio_settings(AUDIO, {}, max_tokens=9) == AudioSettings(max_tokens=9)
+    extractor = {"sampling_rate": 8000, "audio_token_duration_s": 0.1}
+    assert audio_settings(AUDIO, {"feature_extractor": extractor}) == AudioSettings(
+        sampling_rate=8000, hop_length=800
+    )
+    for wrong, message in (
+        ({"num_dmel_bins": 8}, "says num_dmel_bins 8 but audio_config 16"),
+        ({"feature_extractor": {"feature_size": 64}}, "says feature_size 64 but audio_config 80"),
+        ({"audio_token_duration_s": 0.0333}, "audio_token_duration_s needs to come to a whole"),
+        ({"n_fft": 100}, "audio needs 0 < hop <= window <= n_fft"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            audio_settings(AUDIO, wrong)
