@@ -335,11 +335,12 @@ def _picture(image: Any) -> Image.Image:
 
 def _waveform(samples: Any) -> Tensor:
     """Float32 [n] of what the engine hands over, checked."""
-    wave = samples if isinstance(samples, Tensor) else None
-    if wave is None and isinstance(samples, np.ndarray) and samples.dtype != object:
-        wave = torch.from_numpy(np.ascontiguousarray(samples))
-    if wave is None or not wave.is_floating_point():
-        found = type(samples).__name__ if wave is None else str(wave.dtype)
+    if isinstance(samples, np.ndarray) and samples.dtype.kind == "f":
+        wave = torch.from_numpy(np.array(samples, dtype=np.float32))
+    elif isinstance(samples, Tensor) and samples.is_floating_point():
+        wave = samples.detach().to("cpu", torch.float32)
+    else:
+        found = getattr(samples, "dtype", type(samples).__name__)
         raise ValueError(
             f"audio needs floating-point samples between -1 and 1; found {found}; "
             "decode it, or divide integer samples by their full scale"
@@ -351,7 +352,6 @@ def _waveform(samples: Any) -> Tensor:
         )
     if wave.numel() == 0:
         raise ValueError("audio needs at least one sample; found none; send a non-empty clip")
-    wave = wave.detach().to("cpu", torch.float32)
     if not bool(torch.isfinite(wave).all()):
         raise ValueError("audio needs finite samples; found NaN or infinity; repair the recording")
     return wave
