@@ -78,11 +78,9 @@ def exact() -> Tolerance:
     return Tolerance("exact", 0, "the op copies or counts; there is nothing to round")
 
 
-def ulps(count: float) -> Tolerance:
+def ulps(count: float, why: str) -> Tolerance:
     """Within `count` units in the last place of the output dtype, at the row's largest value."""
-    return Tolerance(
-        "ulps", count, f"{count} ulp: one rounding each of the few operations involved"
-    )
+    return Tolerance("ulps", count, why)
 
 
 def within_twice_baseline() -> Tolerance:

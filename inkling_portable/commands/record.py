@@ -61,6 +61,14 @@ def record(target: Target, ops: list[str], provider: str | None, seed: int, exam
                     tensors[f"{key}/in/{name}"] = value.clone().contiguous()
             for name, value in zip(output_names(op, len(outputs)), outputs, strict=True):
                 tensors[f"{key}/out/{name}"] = value.clone().contiguous()
-            entries.append({"op": row.op, "provider": row.provider, "seed": current, "code": row.code,
-                            "contract": op.digest, "plain": plain})  # fmt: skip
+            entries.append(
+                {
+                    "op": row.op,
+                    "provider": row.provider,
+                    "seed": current,
+                    "code": row.code,
+                    "contract": op.digest,
+                    "plain": plain,
+                }
+            )
     return tensors, {"target": str(target), "version": __version__, "entries": entries}
