@@ -1,0 +1,125 @@
+"""What all Triton kernels share: the facts of the machine that launches are sized by, row checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from inkling_portable.registry import Facts
+from inkling_portable.target import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_stated: Target | None = None
+
+
+@cache
+def _detected() -> Target:
+    return Target.detect()
+
+
+def target() -> Target:
+    """The machine to launch for: this one, looked at once, or the one that `launching_for` states.
+
+    Kernels never ask a device: what they are sized by is this description.
+    """
+    return _stated or _detected()
+
+
+@contextmanager
+def launching_for(machine: Target) -> Iterator[None]:
+    """Size every launch in the block for `machine`: how kernels are compiled for absent chips."""
+    global _stated
+    before, _stated = _stated, machine
+    try:
+        yield
+    finally:
+        _stated = before
+
+
+def compute_units() -> int:
+    """SMs or CUs of the launch target; 4 where it states none, as under the interpreter."""
+    machine = target()
+    return machine.compute_units if machine.vendor != "cpu" and machine.compute_units else 4
+
+
+def is_rocm() -> bool:
+    """Whether waves have 64 lanes and launches take AMD's options."""
+    return target().vendor == "rocm"
+
+
+def needs_accelerator(machine: Target, facts: Facts) -> str | None:
+    """Predicate of every row of this table: a CPU runs these kernels only under the interpreter."""
+    if machine.vendor == "cpu" and "interpret" not in machine.features:
+        return "needs an accelerator or TRITON_INTERPRET=1"
+    return None
+
+
+# Programmatic dependent launch lets a kernel start while its predecessor drains. It is off until
+# a measurement on the chip shows that it pays; benchmarks switch it on to take that measurement.
+_dependent_launch = False
+
+
+@contextmanager
+def dependent_launch(on: bool = True) -> Iterator[None]:
+    """Launch the block's kernels with (or without) programmatic dependent launch, on sm90+."""
+    global _dependent_launch
+    before, _dependent_launch = _dependent_launch, on
+    try:
+        yield
+    finally:
+        _dependent_launch = before
+
+
+def pdl() -> bool:
+    """The value of the kernels' PDL constant for the launch target.
+
+    A kernel that is launched with it must call `gdc_wait` before it reads what another kernel
+    wrote, or writes what another may still read.
+    """
+    machine = target()
+    return _dependent_launch and machine.vendor == "cuda" and int(machine.arch[2:]) >= 90
+
+
+def options(**chosen: Any) -> dict[str, Any]:
+    """Launch options for the target: `chosen`, plus the dependent-launch flag where it is on."""
+    return {**chosen, "launch_pdl": True} if pdl() else chosen
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n` (1 for n <= 1)."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """`a / b` rounded up."""
+    return -(-a // b)
+
+
+WIDEST_ROW = 16384
+"""A row is held in registers by one program; wider ones would spill."""
+
+
+def row_block(op: str, width: int) -> tuple[int, int]:
+    """(block, warps) for one program that holds a row of `width` values.
+
+    Raises ValueError beyond WIDEST_ROW.
+    """
+    if width > WIDEST_ROW:
+        raise ValueError(f"{op}: rows of {width} values are beyond {WIDEST_ROW}; use provider "
+                         "reference for this width")  # fmt: skip
+    block = next_power_of_2(width)
+    # 8 to 16 values for each lane: two 16-byte loads, and few enough registers for a deep chain.
+    lanes = 64 if is_rocm() else 32
+    return block, min(16, max(1, block // (8 * lanes)))
+
+
+def check_rows(op: str, **tensors: Tensor | None) -> None:
+    """Raise ValueError naming the first argument whose last axis is not contiguous."""
+    for name, value in tensors.items():
+        if value is not None and value.shape[-1] > 1 and value.stride(-1) != 1:
+            raise ValueError(f"{op}: {name} needs a contiguous last axis; found stride "
+                             f"{value.stride(-1)}, so pass {name}.contiguous()")  # fmt: skip
