@@ -132,7 +132,7 @@ def is_text_only(config: PretrainedConfig) -> bool:
 def _text_fields(config: InklingTextConfig) -> dict[str, Any]:
     fields = {name: getattr(config, name, None) for name in config._fields}
     return {**fields, "model_type": config.model_type, "mtp_config": config.mtp_config or None,
-            "eos_token_id": config.eos_token_id}  # fmt: skip
+            "eos_token_id": getattr(config, "eos_token_id", None)}  # fmt: skip
 
 
 def _original_fields(text: TextConfig, raw: dict[str, Any]) -> dict[str, Any]:
