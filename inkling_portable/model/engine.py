@@ -8,7 +8,9 @@ vLLM's registries by itself, because importing this file costs what importing la
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -43,19 +45,33 @@ from vllm.model_executor.models.utils import (
     make_layers,
     maybe_prefix,
 )
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalFieldConfig
+from vllm.multimodal.parse import MultiModalDataParser
+from vllm.multimodal.processing import (
+    BaseDummyInputsBuilder,
+    BaseMultiModalProcessor,
+    BaseProcessingInfo,
+    PromptReplacement,
+    PromptUpdateDetails,
+)
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 __all__ = [
+    "MULTIMODAL_REGISTRY",
     "AttentionCGSupport",
+    "BaseDummyInputsBuilder",
+    "BaseProcessingInfo",
     "CacheBackend",
     "CacheLayer",
     "ColumnParallelLinear",
@@ -64,9 +80,14 @@ __all__ = [
     "IntermediateTensors",
     "KVCacheSpec",
     "LogitsProcessor",
+    "MediaProcessor",
     "MergedColumnParallelLinear",
     "MetadataBuilder",
+    "MultiModalDataParser",
+    "MultiModalFieldConfig",
     "ParallelLMHead",
+    "PromptReplacement",
+    "PromptUpdateDetails",
     "QuantizationConfig",
     "ReplicatedLinear",
     "RowParallelLinear",
@@ -78,6 +99,7 @@ __all__ = [
     "VllmConfig",
     "WeightsMapper",
     "all_reduce",
+    "audio_resampler",
     "build_routed_experts",
     "cache_dtype",
     "checkpoint_folder",
@@ -93,6 +115,7 @@ __all__ = [
     "make_layers",
     "maybe_prefix",
     "on_accelerator",
+    "processor_file",
     "step_metadata",
     "tp_group_name",
 ]
@@ -333,6 +356,73 @@ def checkpoint_folder(vllm_config: VllmConfig, draft: bool = False) -> Path | No
     except Exception:  # not a hub name, or a loader that streams: nothing to look at
         return None
     return Path(found)
+
+
+# --- media ----------------------------------------------------------------------------------------
+
+
+class MediaProcessor(BaseMultiModalProcessor):
+    """vLLM's multimodal processor over preprocessing of ours, without a Hugging Face processor.
+
+    Subclasses implement `check_openers`, `media_tensors` and vLLM's `_get_mm_fields_config` and
+    `_get_prompt_updates`.
+    """
+
+    @abstractmethod
+    def check_openers(self, ids: list[int], counts: Mapping[str, int]) -> None:
+        """Raise ValueError unless a prompt has one opener for each of `counts[modality]` items."""
+
+    @abstractmethod
+    def media_tensors(
+        self, media: Mapping[str, list[Any]], options: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Fields of decoded items (keys "images" and "audios"), for `_get_mm_fields_config`."""
+
+    def apply(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        ids = self._ids(inputs.prompt)
+        self.check_openers(ids, inputs.mm_data_items.get_all_counts())
+        inputs.prompt = ids
+        return super().apply(inputs, *args, **kwargs)
+
+    def _apply_hf_processor_main(self, **given: Any) -> Any:
+        from transformers.feature_extraction_utils import BatchFeature
+
+        media: dict[str, Any] = {}
+        for modality, items in given["mm_items"].items():
+            if items.get_passthrough_data():
+                raise ValueError(
+                    f"{modality} input needs decoded media; found embeddings; send the media itself"
+                )
+            media.update(items.get_processor_data())
+        # The second name goes with vLLM 0.30.
+        options = given.get("hf_kwargs", given.get("hf_processor_mm_kwargs")) or {}
+        fields = BatchFeature(self.media_tensors(media, options))
+        # Up to vLLM 0.28 this also returned the prompt and whether slots were put in already.
+        return (given["prompt"], fields, False) if "prompt" in given else fields
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        """vLLM 0.26 still hands over text; goes with it."""
+        if isinstance(prompt, str):
+            ids: list[int] = self.info.get_tokenizer().encode(prompt, add_special_tokens=False)
+            return ids
+        return prompt
+
+
+def audio_resampler() -> str:
+    """Name of the first of vLLM's resampling methods whose library is installed."""
+    for method, library in (("pyav", "av"), ("soxr", "soxr"), ("scipy", "scipy")):
+        if find_spec(library) is not None:
+            return method
+    return "pyav"  # which then says what to install
+
+
+def processor_file(model_config: Any) -> dict[str, Any]:
+    """The checkpoint's processor settings, {} if it has none; the newer file name wins."""
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        found = get_hf_file_to_dict(name, model_config.model, model_config.revision)
+        if found is not None:
+            return dict(found)
+    return {}
 
 
 if TYPE_CHECKING:
