@@ -26,6 +26,7 @@ def parsed(text: str) -> inspect.Signature:
     """inspect's form of a signature text."""
     kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
     found: list[inspect.Parameter] = []
+    text = text.removesuffix(" by name")
     for part in text[1:-1].split(", ") if text != "()" else []:
         if part == "/":
             found = [p.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for p in found]
@@ -172,7 +173,10 @@ def _overrides(facts: Facts, usage: Usage) -> list[str]:
 
 
 def _ways_to_call(signature: str) -> list[tuple[int, dict[str, None]]]:
-    """(positional arguments, keywords): everything by position, everything by name, the least."""
+    """(positional arguments, keywords): everything by position, everything by name, the least.
+
+    One for a method that vLLM calls by name only.
+    """
     named = [p for p in parsed(signature).parameters.values() if p.kind not in (2, 4)]
     only_keyword = dict.fromkeys(p.name for p in named if p.kind == p.KEYWORD_ONLY)
     plain = [p for p in named if p.kind != p.KEYWORD_ONLY]
@@ -182,8 +186,11 @@ def _ways_to_call(signature: str) -> list[tuple[int, dict[str, None]]]:
     needed_keyword = {
         p.name: None for p in named if p.kind == p.KEYWORD_ONLY and p.default is p.empty
     }
+    by_name = (len(first), rest | only_keyword)
+    if signature.endswith(" by name"):
+        return [by_name]
     return [
         (len(plain), only_keyword),
-        (len(first), rest | only_keyword),
+        by_name,
         (len(needed), needed_keyword),
     ]

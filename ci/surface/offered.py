@@ -209,6 +209,21 @@ class Surface:
                     return "attribute"
         return None
 
+    def _only_by_name(self, mro: list[Definition], name: str) -> bool:
+        """Whether a method is called, and always with keywords, in the files of its class.
+
+        A private method that is may be overridden with keywords alone.
+        """
+        calls = [
+            node
+            for module in {at.module for at in mro}
+            for node in ast.walk(self.source.module(module) or ast.Module([], []))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == name
+        ]
+        return bool(calls) and not any(call.args for call in calls)
+
     def _abstract(self, mro: list[Definition]) -> list[str]:
         seen: dict[str, bool] = {}
         for at in mro:
@@ -233,6 +248,10 @@ class Surface:
             found["members"] = {m: self._member(mro, m) for m in members}
             if subclassed:
                 found["abstract"] = self._abstract(mro)
+                for member, text in found["members"].items():
+                    private = member.startswith("_") and not member.startswith("__")
+                    if text and text[0] == "(" and private and self._only_by_name(mro, member):
+                        found["members"][member] = f"{text} by name"
         elif isinstance(at.node, Function):
             found |= {"kind": "function", "params": signature(at.node, bound=False)}
         else:

@@ -1,6 +1,7 @@
 """Helpers on Python syntax trees that both sides share.
 
 A signature is text: `(a, b=, *, c, **d)` as called on an instance or class; `=` marks a default.
+A method that its callers only call with keywords has " by name" after it.
 """
 
 from __future__ import annotations

@@ -203,6 +203,8 @@ VLLM = {
             def seen(self): ...
             @staticmethod
             def plain(one): ...
+            def _named(self, p, q): ...
+            def _mixed(self, p, q): self._named(p=1, q=2); self._mixed(1, q=2)
         class Real(Root):
             flag = 1
         @dataclass
@@ -226,6 +228,8 @@ OURS = """
     class Mine(Renamed):
         def __init__(self): super().__init__(1, b=3)
         def must(self, x, *, y): return Fields(3, name="n")
+        def _named(self, **both): ...
+        def _mixed(self, p, q): ...
     def use(it: Late):
         starred(1, 2, z=3)
         return it.made, it.seen, it.flag, it.plain(4)
@@ -248,7 +252,12 @@ def test_definitions_are_followed_and_signatures_read(tmp_path: Path) -> None:
     assert facts["vllm:Late"] == real | {"members": members}
     assert facts["vllm.deep:Renamed"] == real | {
         "abstract": ["must"],
-        "members": {"__init__": "(a, b=)", "must": "(x, *, y)"},
+        "members": {
+            "__init__": "(a, b=)",
+            "_mixed": "(p, q)",
+            "_named": "(p, q) by name",
+            "must": "(x, *, y)",
+        },
     }
     assert facts["vllm.deep:starred"] == {
         "at": "vllm.deep.star:starred",
@@ -271,6 +280,8 @@ def test_definitions_are_followed_and_signatures_read(tmp_path: Path) -> None:
         ("def must(self, x, *, y)", "def must(self, x)", "overrides"),
         ("def must(self, x, *, y)", "def must(self, other, *, y)", "overrides"),
         ("def must(self, x, *, y)", "def may(self, x, *, y)", "declares abstract"),
+        ("def _named(self, **both)", "def _named(self, p)", "overrides"),
+        ("def _mixed(self, p, q)", "def _mixed(self, **both)", "overrides"),
         ("it.seen", "it.unseen", "unseen is used"),
         ("it.plain(4)", "it.plain(4, 5)", "too many positional arguments"),
         ("from vllm import Late", "from vllm import Lost as Late", "imported unconditionally"),
