@@ -281,6 +281,10 @@ def test_one_width_for_both_kinds_of_layer_is_said(caplog):
             {"vocab_size": 1024, "unpadded_vocab_size": 1000, "padded_vocab_size": 1024},
             (1000, 1024),
         ),
+        (
+            {"vocab_size": 1000, "unpadded_vocab_size": 1020, "padded_vocab_size": 1024},
+            (1000, 1024),
+        ),
     ],
 )
 def test_valid_and_stored_vocabulary(fields, expected):
@@ -376,6 +380,7 @@ WRONG = {
     "route_scale": (float("nan"), 0.0, "8"),
     "log_scaling_n_floor": (0, -5),
     "sconv_kernel_size": (0,),
+    "d_rel": (True,),
     "model_type": (),
 }
 
