@@ -7,7 +7,6 @@ transformers' image processor needs torchvision; its answers stand in tests/fact
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,10 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers.audio_utils import mel_filter_bank
-from transformers.models.inkling.feature_extraction_inkling import InklingFeatureExtractor
-from transformers.models.inkling.processing_inkling import InklingProcessor
 
-from ci.record_images import picture
 from inkling_portable.model import preprocess
 from inkling_portable.model.config import AudioConfig, VisionConfig
 from inkling_portable.model.preprocess import (
@@ -31,6 +27,7 @@ from inkling_portable.model.preprocess import (
     image_settings,
     mel_filters,
 )
+from tests.media import picture, ruled_pixels, tone, transformers_levels
 
 FACTS = json.loads((Path(__file__).parents[1] / "facts" / "image_pixels.json").read_text())
 VISION = VisionConfig(64, 40, 2, 3, 4, 1e-6)
@@ -54,21 +51,13 @@ def test_pixels_equal_transformers(case):
 
 
 @pytest.mark.parametrize(("width", "height"), [(23, 50), (40, 40), (90, 61)])
-def test_each_pixel_lands_where_the_rule_says(width, height):
+@pytest.mark.parametrize("upscale", [False, True])
+def test_each_pixel_lands_where_the_rule_says(width, height, upscale):
     pixels = picture(height, width)
-    patches = image_patches(pixels, AS_IS)
-    rows, columns = -(-height // 40), width // 40 + 1
-    assert patches.shape == (rows * columns, 2, 40, 40, 3)
-    padded = np.full((rows * 40, columns * 40, 3), -1.0)
-    padded[:height, :width] = pixels
-    mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-    expected = (padded / 255 - mean) / std
-    for row in range(rows):
-        for column in range(columns):
-            cell = expected[row * 40 : row * 40 + 40, column * 40 : column * 40 + 40]
-            for time in range(2):
-                got = patches[row * columns + column, time].double().numpy()
-                assert np.abs(got - cell).max() < 5e-7
+    patches = image_patches(pixels, ImageSettings() if upscale else AS_IS)
+    expected = ruled_pixels(pixels, 40, upscale)
+    assert patches.shape == expected.shape
+    assert np.abs(patches.double().numpy() - expected).max() < 5e-7
     # The corner is padding, as the spec prints it.
     assert patches[-1, 0, -1, -1].tolist() == pytest.approx(
         [-1.80686, -1.76710, -1.49444], abs=1e-5
@@ -186,22 +175,6 @@ def test_image_settings_follow_the_processor_file():
 
 
 # --- audio ---------------------------------------------------------------------------------------
-
-
-def tone(samples: int, seed: int = 0) -> np.ndarray:
-    """A sweep with noise, float32 [samples]."""
-    time = np.arange(samples) / 16_000
-    noise = np.random.default_rng(seed).normal(size=samples)
-    wave = 0.4 * np.sin(2 * np.pi * (200 + 900 * time) * time) + 0.02 * noise
-    return wave.astype(np.float32)
-
-
-def transformers_levels(wave: np.ndarray) -> torch.Tensor:
-    """What transformers' extractor and quantiser make of one clip."""
-    features = InklingFeatureExtractor()(wave, sampling_rate=16_000, return_tensors="pt")
-    centres = torch.linspace(-7.0, 2.0, 16, dtype=torch.float64).float()
-    stub = SimpleNamespace(bin_centers=centres, dmel_min_value=-7.0, dmel_max_value=2.0)
-    return InklingProcessor._extract_dmel_bins(stub, features["input_features"])[0]
 
 
 @pytest.mark.parametrize(
