@@ -87,8 +87,11 @@ def pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def pip_install(python: Path, *arguments: str) -> None:
-    """`pip install --no-deps`; raises SetupError with pip's own words when it fails."""
-    done = pip(python, "install", "--no-deps", *arguments)
+    """`pip install --no-deps`; raises SetupError with pip's own words when it fails.
+
+    Compiling is left to `compile_all`, which uses every core.
+    """
+    done = pip(python, "install", "--no-deps", "--no-compile", *arguments)
     if done.returncode:
         raise SetupError(f"pip install {' '.join(arguments)} failed:\n{done.stdout.strip()}")
 
@@ -99,7 +102,7 @@ def install_torch(python: Path, index: str | None) -> None:
     index: what TORCH_INDEX says; None where it is unset. A given index is used at once.
     """
     if index is None:
-        if pip(python, "install", "--no-deps", TORCH).returncode == 0:
+        if pip(python, "install", "--no-deps", "--no-compile", TORCH).returncode == 0:
             return
         index = TORCH_INDEX
         print(f"set-up: pip as configured has no {TORCH}; taking it from {index}", flush=True)
@@ -147,6 +150,15 @@ def write_vllm_stub(site_packages: Path) -> Path:
     record = "".join(f"{stub.name}/{name},,\n" for name in (*files, "RECORD"))
     (stub / "RECORD").write_text(record)
     return stub
+
+
+def compile_all(python: Path, site_packages: Path) -> None:
+    """Byte-compiles the packages, so that the first server does not start slowly.
+
+    Its status says nothing: some packages carry templates that are no Python.
+    """
+    compiler = [str(python), "-m", "compileall", "-qq", "-j", "0", str(site_packages)]
+    subprocess.run(compiler, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def site_packages_of(environment: Path) -> Path:
@@ -202,6 +214,8 @@ def make_environment(environment: Path) -> None:
         pip_install(python, "-r", "ci/pins.txt")
     site_packages = site_packages_of(environment)
     remove_unwanted(python, site_packages)
+    with step("compiling what was installed"):
+        compile_all(python, site_packages)
     with step("installing inkling-portable from this checkout"):
         pip_install(python, "--no-build-isolation", "-e", ".")
     print(f"set-up: stub for the vllm command: {write_vllm_stub(site_packages).name}", flush=True)

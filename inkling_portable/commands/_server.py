@@ -20,7 +20,7 @@ from types import TracebackType
 
 import psutil
 
-SERVED_BY_US = re.compile(r"inkling_portable \S+: serving Inkling")
+SERVED_BY_US = re.compile(r"inkling_portable \S+ serves Inkling")
 STOP_LIMIT_S = 20.0
 
 

@@ -5,6 +5,7 @@ were chosen, measures, and stops. Exits non-zero when any step fails.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -67,16 +68,29 @@ def run_own_command(*arguments: str) -> None:
         raise DemoError(f"`inkling-portable {' '.join(arguments)}` ended with {done.returncode}")
 
 
-def streamed_chat(client: Any, model: str, tokens: int) -> None:
-    """Sends one streamed chat, prints what goes out and what comes in, and checks its end."""
+def token_id(checkpoint: Path, content: str) -> int:
+    """The id of a special token, from the checkpoint's own tokenizer."""
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        if token["content"] == content:
+            return int(token["id"])
+    raise DemoError(f"the tokenizer in {checkpoint} has no token {content}")
+
+
+def streamed_chat(client: Any, model: str, tokens: int, text_marker: int) -> None:
+    """Sends one streamed chat, prints what goes out and what comes in, and checks its end.
+
+    text_marker: id of the token after which the parser shows text; random weights would hardly
+    ever choose it by themselves, and nothing would be shown before the end.
+    """
     messages = [
         {"role": "system", "content": "You answer in one sentence."},
         {"role": "user", "content": QUESTION},
     ]
     for message in messages:
         print(f"sent      {message['role']:7} {message['content']}")
+    print("received  ", end="", flush=True)
     started = time.monotonic()
-    # Random weights may end an answer at once; the demo wants to see tokens.
     stream = client.chat.completions.create(
         model=model,
         messages=messages,
@@ -85,9 +99,9 @@ def streamed_chat(client: Any, model: str, tokens: int) -> None:
         seed=1,
         stream=True,
         stream_options={"include_usage": True},
+        logit_bias={str(text_marker): 6},
         extra_body={"ignore_eos": True},
     )
-    parts: dict[str, list[str]] = {"reasoning": [], "content": []}
     chunks, first, usage, finish = 0, None, None, None
     for chunk in stream:
         chunks += 1
@@ -95,11 +109,10 @@ def streamed_chat(client: Any, model: str, tokens: int) -> None:
         usage = chunk.usage or usage
         for choice in chunk.choices:
             finish = choice.finish_reason or finish
-            for kind, texts in parts.items():
-                texts.append(getattr(choice.delta, kind, None) or "")
-    for kind, texts in parts.items():
-        if any(texts):
-            print(f"received  {kind:9} {''.join(texts)!r}")
+            text = getattr(choice.delta, "reasoning", None) or choice.delta.content or ""
+            # Random bytes would upset a terminal.
+            print(repr(text)[1:-1], end="", flush=True)
+    print()
     if usage is None or finish is None or usage.completion_tokens != tokens:
         raise DemoError(
             f"the stream should have ended after {tokens} tokens with a reason and a count; it "
@@ -109,7 +122,10 @@ def streamed_chat(client: Any, model: str, tokens: int) -> None:
         f"{usage.prompt_tokens} tokens in, {usage.completion_tokens} out, {chunks} chunks, finish "
         f"reason {finish}, first chunk after {first:.2f} s"
     )
-    print("(The weights are random, so the words are nonsense; only the machinery is real.)")
+    print(
+        "The weights are random, so the words are nonsense and only the machinery is real. (The "
+        "request asks for all its tokens and pushes the model towards the text marker.)"
+    )
 
 
 def tokens_per_second(client: Any, model: str, tokens: int, requests: int) -> float:
@@ -131,14 +147,14 @@ def tokens_per_second(client: Any, model: str, tokens: int, requests: int) -> fl
     return total / (time.monotonic() - started)
 
 
-def use(server: Server, tokens: int) -> None:
+def use(server: Server, tokens: int, text_marker: int) -> None:
     """All that the demo does with a server that is ready."""
     from openai import OpenAI
 
     print(server.plugin_line())
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120.0)
     announce("a streamed chat through the OpenAI SDK")
-    streamed_chat(client, server.name, tokens)
+    streamed_chat(client, server.name, tokens, text_marker)
     announce("which kernel each operation uses on this machine, and why")
     run_own_command("explain")
     announce("speed and memory")
@@ -170,7 +186,7 @@ def run(folder: Path, limit_s: float, tokens: int) -> None:
         finally:
             progress.end()
         print(f"ready after {ready_s:.0f} s")
-        use(server, tokens)
+        use(server, tokens, token_id(checkpoint, "<|content_text|>"))
         announce("stopping")
     print(f"the server has stopped; the demo took {time.monotonic() - started:.0f} s")
 

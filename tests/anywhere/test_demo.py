@@ -1,5 +1,6 @@
 """The demo's server handling against a stand-in for `vllm serve` that misbehaves as told."""
 
+import json
 import os
 import sys
 import time
@@ -26,7 +27,7 @@ class Health(http.server.BaseHTTPRequestHandler):
 port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
 """
-OURS = "INFO inkling_portable 0.1.0: serving Inkling with 3 architectures"
+OURS = "INFO inkling_portable 0.1.0 serves Inkling (InklingForCausalLM) on cpu"
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Server:
@@ -111,6 +112,10 @@ def test_failed_step_fails_the_demo(
 
     stand_in(tmp_path, monkeypatch, HEALTHY.format(stubborn=False, line=OURS))
     monkeypatch.setattr(demo, "run_own_command", lambda *arguments: None)
+    checkpoint = tmp_path / "kept" / "checkpoint"
+    checkpoint.mkdir(parents=True)
+    added = [{"id": 7, "content": "<|content_text|>"}]
+    (checkpoint / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
     assert demo.main(["--keep", str(tmp_path / "kept"), "--timeout", "30"]) == 1
-    assert "demo: " in capsys.readouterr().err
+    assert "demo: InternalServerError: Error code: 501" in capsys.readouterr().err
     assert psutil.Process().children(recursive=True) == []
