@@ -1,5 +1,32 @@
-"""Offers of the triton backend."""
+"""Offers of the triton backend: one set of kernels for both vendors and for the CPU interpreter."""
 
-from inkling_portable.registry import Offer
+from inkling_portable.registry import Facts, Offer, needs, offers_in
+from inkling_portable.target import Target
 
-OFFERS: tuple[Offer, ...] = ()
+
+def accelerator(target: Target, facts: Facts) -> str | None:
+    """A CPU runs these kernels only under Triton's interpreter."""
+    if target.vendor == "cpu" and "interpret" not in target.features:
+        return "needs an accelerator or TRITON_INTERPRET=1"
+    return None
+
+
+triton = needs(triton=">=3.6")
+offer = offers_in(__name__)
+
+OFFERS: tuple[Offer, ...] = (
+    offer("rms_norm", "triton", ".norm:rms_norm", accelerator, triton),
+    offer("embed_norm", "triton", ".norm:embed_norm", accelerator, triton),
+    offer("embed_norm_chain", "triton", ".norm:embed_norm_chain", accelerator, triton),
+    offer("concat_norms", "triton", ".norm:concat_norms", accelerator, triton),
+    offer("token_requests", "triton", ".short_conv:token_requests", accelerator, triton),
+    offer("conv_residual_norm", "triton", ".short_conv:conv_residual_norm", accelerator, triton),
+    offer("qkvr_prep", "triton", ".qkvr_prep:qkvr_prep", accelerator, triton),
+    offer("gate_logits", "triton", ".experts:gate_logits", accelerator, triton),
+    offer("route", "triton", ".experts:route", accelerator, triton),
+    offer("swiglu", "triton", ".experts:swiglu", accelerator, triton),
+    offer("sink_experts", "triton", ".experts:sink_experts", accelerator, triton),
+    offer("skinny_linear", "triton", ".skinny_linear:skinny_linear", accelerator, triton),
+    offer("norm_gelu", "triton", ".towers:norm_gelu", accelerator, triton),
+    offer("dmel_embed_norm", "triton", ".towers:dmel_embed_norm", accelerator, triton),
+)

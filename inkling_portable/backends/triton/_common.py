@@ -1,17 +1,22 @@
-"""What all Triton kernels share: the facts of the machine that launches are sized by, row checks."""
+"""What all Triton kernels share: the facts of the machine that sizes launches, and checks."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from inkling_portable.registry import Facts
 from inkling_portable.target import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from inkling_portable.backends.triton._interpreter import repair
+
+    repair()
 
 _stated: Target | None = None
 
@@ -49,13 +54,6 @@ def compute_units() -> int:
 def is_rocm() -> bool:
     """Whether waves have 64 lanes and launches take AMD's options."""
     return target().vendor == "rocm"
-
-
-def needs_accelerator(machine: Target, facts: Facts) -> str | None:
-    """Predicate of every row of this table: a CPU runs these kernels only under the interpreter."""
-    if machine.vendor == "cpu" and "interpret" not in machine.features:
-        return "needs an accelerator or TRITON_INTERPRET=1"
-    return None
 
 
 # Programmatic dependent launch lets a kernel start while its predecessor drains. It is off until

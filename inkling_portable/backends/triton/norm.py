@@ -1,4 +1,4 @@
-"""Norms: one program holds one row in registers; the two halves of a draft input run side by side."""
+"""Norms: a program holds a row in registers; both halves of a draft input run side by side."""
 
 from __future__ import annotations
 

@@ -1,0 +1,238 @@
+"""Products of few rows with a large matrix: bound by reading the matrix, so arranged around that.
+
+One row: a program reads whole rows of the matrix and needs no tensor core (`_row_kernel`). More
+rows: tiles on tensor cores, the inner dimension split until every unit has work; the partial sums
+are added in a fixed order by a second launch, so results do not depend on timing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inkling_portable.backends.reference.linear import check_skinny
+from inkling_portable.backends.triton._common import (
+    ceil_div,
+    check_rows,
+    compute_units,
+    is_rocm,
+    next_power_of_2,
+    options,
+    pdl,
+)
+
+
+@triton.jit
+def _row_kernel(
+    x,
+    weight,
+    out,
+    gammas,
+    columns,
+    x_stride,
+    weight_stride,
+    segment_stride,
+    K: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    EACH: tl.constexpr,
+    BK: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Row program_id(1) of x against EACH rows of the matrix.
+
+    Column k of row n is at n * weight_stride + (k // SEGMENT) * segment_stride + k % SEGMENT.
+    With SWIGLU, rows 2i and 2i+1 are gate and up; the result of pair i, silu(gate) * up, is
+    multiplied by gammas[row, i // GROUP].
+    """
+    first = tl.program_id(0) * EACH
+    row = tl.program_id(1).to(tl.int64)
+    n = first + tl.arange(0, EACH)
+    inner = tl.arange(0, BK)
+    live = (n < columns)[:, None]
+    total = tl.zeros((EACH, BK), dtype=tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for start in tl.static_range(0, K, BK):
+        k = start + inner
+        inside = k < K
+        value = tl.load(x + row * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+        place = n.to(tl.int64)[:, None] * weight_stride
+        place += ((k // SEGMENT).to(tl.int64) * segment_stride + k % SEGMENT)[None, :]
+        w = tl.load(weight + place, mask=live & inside[None, :], other=0.0)
+        total += w.to(tl.float32) * value[None, :]
+    sums = tl.sum(total, axis=1)
+    if SWIGLU:
+        # Gate and up are rounded to storage before the activation, as the contract says.
+        pair = tl.reshape(sums.to(x.dtype.element_ty).to(tl.float32), (EACH // 2, 2))
+        gate, up = tl.split(pair)
+        i = first // 2 + tl.arange(0, EACH // 2)
+        inside = i < columns // 2
+        gamma = tl.load(gammas + row * (columns // 2 // GROUP) + i // GROUP, mask=inside, other=0.0)
+        y = gate * tl.sigmoid(gate) * up * gamma
+        tl.store(out + row * (columns // 2) + i, y, mask=inside)
+    else:
+        tl.store(out + row * columns + n, sums, mask=n < columns)
+
+
+@triton.jit
+def _tile_kernel(
+    x,
+    weight,
+    out,
+    rows,
+    columns,
+    inner_length,
+    x_stride,
+    weight_stride,
+    segment_stride,
+    part,
+    SEGMENT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EXACT_DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One tile of one part of the inner dimension: out [parts, rows, columns].
+
+    `part` is the length of a part, a multiple of BK; SEGMENT is 0 or a multiple of BK, and
+    addresses the matrix as in `_row_kernel`.
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    split = tl.program_id(2)
+    inner = tl.arange(0, BK)
+    x_rows = x + m.to(tl.int64)[:, None] * x_stride
+    w_rows = weight + n.to(tl.int64)[None, :] * weight_stride
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    begin = split * part
+    end = tl.minimum(begin + part, inner_length)
+    for start in range(begin, end, BK):
+        k = start + inner
+        a = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & (k < end)[None, :], other=0.0)
+        if SEGMENT > 0:
+            base = (start // SEGMENT) * segment_stride.to(tl.int64) + start % SEGMENT
+        else:
+            base = start
+        b = tl.load(
+            w_rows + base + inner[:, None],
+            mask=(n < columns)[None, :] & (k < end)[:, None],
+            other=0.0,
+        )
+        if EXACT_DOT:
+            total = tl.dot(a, b, total, input_precision="ieee")
+        else:
+            total = tl.dot(a, b, total)
+    place = (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * columns + n[None, :]
+    tl.store(out + place, total, mask=(m < rows)[:, None] & (n < columns)[None, :])
+
+
+@triton.jit
+def _sum_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out[i] = sum of parts[p, i] in the order of p."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for p in tl.static_range(PARTS):
+        total += tl.load(parts + p * size + i, mask=i < size, other=0.0)
+    tl.store(out + i, total, mask=i < size)
+
+
+def row_tiling(inner: int, columns: int) -> tuple[int, int, int]:
+    """(matrix rows of a program, inner block, warps) for one row of x.
+
+    About 24 KiB of matrix in flight for each program and several programs for each unit.
+    """
+    block = min(2048, next_power_of_2(inner))
+    each = max(2, min(16, next_power_of_2(8192 // max(inner, 1))))
+    return each, block, 4
+
+
+def tile_tiling(rows: int, columns: int, inner: int, exact: bool) -> tuple[int, int, int, int, int]:
+    """(BM, BN, BK, parts of the inner dimension, stages) for several rows of x."""
+    tall = min(64, max(16, next_power_of_2(rows)))
+    if exact:  # float32 runs on vector units: small blocks keep the code short
+        return tall if tall < 32 else 32, 32, 32, 1, 1
+    wide, deep = 32, 256 if tall == 16 else 128
+    tiles = ceil_div(rows, tall) * ceil_div(columns, wide)
+    # Two programs for each unit, but no part shorter than two steps.
+    parts = max(1, min(ceil_div(2 * compute_units(), tiles), inner // (2 * deep), 16))
+    return tall, wide, deep, parts, 2 if is_rocm() else 4
+
+
+def product(
+    x: Tensor, weight: Tensor, out_dtype: torch.dtype, segment_stride: int = 0, segments: int = 1
+) -> Tensor:
+    """x [M, K] times a matrix [N, K] transposed, summed in float32 and rounded once to `out_dtype`.
+
+    With segments > 1 the matrix is weight [segments, N, K / segments], `segment_stride` apart, and
+    its columns are the segments' side by side; K / segments is a multiple of 16.
+    """
+    rows, inner = x.shape
+    columns = weight.shape[-2]
+    out = torch.empty(rows, columns, dtype=out_dtype, device=x.device)
+    if rows == 0 or columns == 0:
+        return out
+    segment = inner // segments
+    if rows == 1:
+        each, block, warps = row_tiling(inner, columns)
+        _row_kernel[(ceil_div(columns, each), rows)](
+            x, weight, out, None, columns, x.stride(0), weight.stride(-2), segment_stride,
+            K=inner, SEGMENT=segment, EACH=each, BK=block, SWIGLU=False, GROUP=1, PDL=pdl(),
+            **options(num_warps=warps),
+        )  # fmt: skip
+        return out
+    exact = x.dtype == torch.float32
+    tall, wide, deep, parts, stages = tile_tiling(rows, columns, inner, exact)
+    if segments > 1:
+        while segment % deep:
+            deep //= 2
+    part = ceil_div(ceil_div(inner, parts), deep) * deep
+    parts = ceil_div(inner, part)
+    target = out
+    if parts > 1:
+        target = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device)
+    _tile_kernel[(ceil_div(columns, wide), ceil_div(rows, tall), parts)](
+        x, weight, target, rows, columns, inner, x.stride(0), weight.stride(-2), segment_stride,
+        part, SEGMENT=segment if segments > 1 else 0, BM=tall, BN=wide, BK=deep, EXACT_DOT=exact,
+        PDL=pdl(), **options(num_warps=4, num_stages=stages),
+    )  # fmt: skip
+    if parts > 1:
+        size, block = rows * columns, 1024
+        _sum_kernel[(ceil_div(size, block),)](
+            target, out, size, PARTS=parts, BLOCK=block, PDL=pdl(), **options(num_warps=4)
+        )
+    return out
+
+
+def gated_row(x: Tensor, weight: Tensor, gammas: Tensor, group: int) -> Tensor:
+    """One row of x [1, K] through gate and up rows [2F, K] that alternate, with their activation.
+
+    Column i is multiplied by gammas[0, i // group]. -> [1, F] of x's dtype.
+    """
+    columns, inner = weight.shape
+    out = torch.empty(1, columns // 2, dtype=x.dtype, device=x.device)
+    each, block, warps = row_tiling(inner, columns)
+    _row_kernel[(ceil_div(columns, each), 1)](
+        x, weight, out, gammas, columns, x.stride(0), weight.stride(0), 0,
+        K=inner, SEGMENT=inner, EACH=each, BK=block, SWIGLU=True, GROUP=group, PDL=pdl(),
+        **options(num_warps=warps),
+    )  # fmt: skip
+    return out
+
+
+def skinny_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """See the contract."""
+    check_skinny(x, weight)
+    check_rows("skinny_linear", x=x, weight=weight)
+    return product(x, weight, x.dtype)
