@@ -38,8 +38,8 @@ def render(readme: str) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         explain.main(shlex.split(found["options"]))
-    command = found[0].splitlines()[0]
-    return f"{readme[: found.start()]}{command}\n{shortened(printed.getvalue())}{readme[found.end() :]}"
+    block = f"{found[0].splitlines()[0]}\n{shortened(printed.getvalue())}"
+    return readme[: found.start()] + block + readme[found.end() :]
 
 
 if __name__ == "__main__":
