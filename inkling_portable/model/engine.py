@@ -275,7 +275,7 @@ class CacheLayer(nn.Module, AttentionLayerBase):
 
 # --- experts --------------------------------------------------------------------------------------
 
-# The factory's name until 0.26 was FusedMoE; goes with 0.26.
+# Its name in vLLM 0.26 was FusedMoE; goes with 0.26.
 _fused_moe = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
 
 
@@ -300,9 +300,15 @@ def build_routed_experts(
         custom_routing_function=select,
         router_logits_dtype=torch.float32,
         activation="silu",
+        # The short convolution that follows sums over ranks, together with the sink experts' part.
+        reduce_results=False,
     )
-    # The short convolution that follows sums over ranks, together with the sink experts' part.
-    runner.moe_config.skip_final_all_reduce = True
+    if get_tensor_model_parallel_world_size() > 1 and not runner.moe_config.skip_final_all_reduce:
+        raise ValueError(
+            "Inkling's experts need partial sums per tensor-parallel rank; vLLM's all-to-all experts "
+            "return complete ones; use tensor parallel size 1 with data-parallel attention, or no "
+            "expert-parallel all-to-all backend"
+        )
     return runner
 
 

@@ -31,13 +31,17 @@ def causal_conv(
 
     z [T, C]; weight [C, K], tap K-1 for the current token; state [blocks, block, G, W] with
     G * W = C; slots [T]; pages [B, P]; requests, positions [T]; q_starts [B + 1] -> [T, C].
-    Padding rows (request -1) come back unchanged.
+    Padding rows (request -1) come back unchanged. All rows are written before any older tap is
+    read: the engine lets a request start on a prefix that another one computes in the same step.
     """
     rows, taps = z.shape[0], weight.shape[1]
     if rows == 0 or q_starts.numel() < 2:
         return z.clone()
-    request = requests.clamp_min(0).long()
     block = state.shape[1]
+    write = slots >= 0
+    at = slots[write]
+    state[at // block, at % block] = z[write].reshape(-1, *state.shape[2:]).to(state.dtype)
+    request = requests.clamp_min(0).long()
     back = torch.arange(taps - 1, 0, -1, device=z.device)  # oldest first, as the weights are
     row = torch.arange(rows, device=z.device)[:, None] - back
     position = positions[:, None] - back
@@ -51,9 +55,6 @@ def causal_conv(
     history = acc(history).masked_fill_((position < 0)[..., None], 0)
     kernel = acc(weight).to(history.dtype)
     total = acc(z) * (1 + kernel[:, -1]) + (history * kernel[:, :-1].T).sum(1)
-    write = slots >= 0
-    at = slots[write]
-    state[at // block, at % block] = z[write].reshape(-1, *state.shape[2:]).to(state.dtype)
     return torch.where((requests < 0)[:, None], z, store(total, z))
 
 

@@ -1,0 +1,334 @@
+"""Images and audio through vLLM's engine equal transformers fed the same pixels and levels."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.model.preprocess import (
+    AudioSettings,
+    ImageSettings,
+    dmel_levels,
+    image_patches,
+)
+from tests import hf_oracle
+from tests.media import picture, ruled_pixels, tone, transformers_levels
+from tests.vllm_cpu.conftest import Engine, dense, prompt
+
+BOUND = 5e-6
+"""On log-probabilities, against transformers in float64; its own float32 run is as far away."""
+
+PATCH = 16
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("omni")
+    write_tiny(folder, preset="omni", dtype="float32", force=True)
+    return folder
+
+
+class Prompt:
+    """A prompt of text ids, pictures (uint8 arrays) and clips (float arrays), in order."""
+
+    def __init__(self, folder: Path, *parts: list[int] | np.ndarray) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        image, audio = ((config[f"{m}_bos_token_id"], config[f"{m}_token_id"])
+                        for m in ("image", "audio"))  # fmt: skip
+        self.ids: list[int] = []
+        self.expanded: list[int] = []
+        self.data: dict[str, list[Any]] = {}
+        pixels: list[Tensor] = []
+        levels: list[Tensor] = []
+        for part in parts:
+            if isinstance(part, list):
+                self.ids += part
+                self.expanded += part
+            elif part.dtype == np.uint8:
+                pixels.append(torch.from_numpy(ruled_pixels(part, PATCH, upscale=True)))
+                self._add("image", Image.fromarray(part), *image, len(pixels[-1]))
+            else:
+                levels.append(transformers_levels(part))
+                self._add("audio", part, *audio, len(levels[-1]))
+        self.features: dict[str, Tensor] = {}
+        if pixels:
+            self.features["pixel_values"] = torch.cat(pixels).float()
+        if levels:
+            self.features["audio_input_ids"] = torch.cat(levels)[None]
+
+    def _add(self, modality: str, item: Any, opener: int, slot: int, count: int) -> None:
+        self.ids.append(opener)
+        self.expanded += [opener] + [slot] * count
+        self.data.setdefault(modality, []).append(item)
+
+    @property
+    def input(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self.ids), "multi_modal_data": self.data}
+
+
+class Truth:
+    """transformers in float64 on the features of a `Prompt`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model, faults = hf_oracle.load(folder, torch.float64)
+        assert not any(faults.values()), faults
+
+    def logprobs(self, asked: Prompt) -> Tensor:
+        """[len(expanded), vocabulary]: of the token after each one."""
+        features = {k: v.double() if v.is_floating_point() else v
+                    for k, v in asked.features.items()}  # fmt: skip
+        return hf_oracle.logits(self.model, asked.expanded, **features).log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def truth(omni: Path) -> Truth:
+    return Truth(omni)
+
+
+@pytest.fixture(scope="module")
+def engines(omni: Path) -> Iterator[Callable[..., Engine]]:
+    built: dict[str, Engine] = {}
+
+    def get(**options: Any) -> Engine:
+        key = repr(sorted(options.items()))
+        if key not in built:
+            built[key] = Engine(omni, **options)
+        return built[key]
+
+    yield get
+    built.clear()
+
+
+def run(engine: Engine, asked: list[Prompt], **sampling: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, ignore_eos=True, **sampling)
+    return engine.llm.generate([a.input for a in asked], params, use_tqdm=False)
+
+
+def next_logprobs(engine: Engine, asked: list[Prompt]) -> list[Tensor]:
+    outputs = run(engine, asked, max_tokens=1, logprobs=-1)
+    return [dense(out.outputs[0].logprobs)[0] for out in outputs]
+
+
+def cases(folder: Path) -> dict[str, Prompt]:
+    """Every way of mixing: the 16-pixel patches of these pictures take 6 to 30 tokens each."""
+    a, b = picture(20, 27), picture(31, 45)
+    clip, long_clip = tone(4_321), tone(30_000, seed=1)
+    return {
+        "image": Prompt(folder, prompt(7), a, prompt(9)),
+        "image first": Prompt(folder, a, prompt(3)),
+        "image last": Prompt(folder, prompt(5), b),
+        "one pixel": Prompt(folder, prompt(4), picture(1, 1), prompt(4)),
+        "audio": Prompt(folder, prompt(6), clip, prompt(5)),
+        "image and audio": Prompt(folder, prompt(4), b, prompt(6), long_clip, prompt(5)),
+        "audio and image": Prompt(folder, clip, prompt(2), a, prompt(2)),
+        "two images": Prompt(folder, prompt(3), a, prompt(3), b, prompt(3)),
+        "neighbours": Prompt(folder, prompt(3), a, a, clip, clip, b, prompt(3)),
+    }
+
+
+NAMES = ("image", "image first", "image last", "one pixel", "audio", "image and audio",
+         "audio and image", "two images", "neighbours")  # fmt: skip
+
+CUTS = {
+    "one shot": {"block_size": 16},
+    # Smaller than any picture: openers, slots and text all fall on borders of chunks.
+    "chunks of 5": {"block_size": 16, "max_num_batched_tokens": 5, "max_num_seqs": 5},
+    "chunks of 24, pages of 128": {"block_size": 128, "max_num_batched_tokens": 24,
+                                   "max_num_seqs": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_prompt_logprobs(
+    engines: Callable[..., Engine], truth: Truth, omni: Path, cut: str, name: str
+) -> None:
+    asked = cases(omni)[name]
+    (out,) = run(engines(**CUTS[cut]), [asked], max_tokens=1, prompt_logprobs=-1, logprobs=-1)
+    assert list(out.prompt_token_ids) == asked.expanded
+    wanted = truth.logprobs(asked)
+    found = torch.cat((dense(out.prompt_logprobs[1:]), dense(out.outputs[0].logprobs)))
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().max() <= BOUND
+
+
+def test_mixed_requests_at_once(engines: Callable[..., Engine], truth: Truth, omni: Path) -> None:
+    asked = [*cases(omni).values(), Prompt(omni, prompt(40))]
+    engine = engines(block_size=16)
+    engine.forget_prefixes()
+    for found, wanted in zip(next_logprobs(engine, asked), map(truth.logprobs, asked), strict=True):
+        assert (found - wanted[-1]).abs().max() <= BOUND
+
+
+def test_greedy_continuation(engines: Callable[..., Engine], truth: Truth, omni: Path) -> None:
+    asked = cases(omni)["image and audio"]
+    (out,) = run(engines(block_size=16), [asked], max_tokens=5)
+    for token in out.outputs[0].token_ids:
+        assert token == int(truth.logprobs(asked)[-1].argmax())
+        asked.expanded.append(token)
+
+
+def test_prefix_hits_know_the_picture(
+    engines: Callable[..., Engine], truth: Truth, omni: Path
+) -> None:
+    engine = engines(block_size=16)
+    engine.forget_prefixes()
+    first, second = picture(60, 90), picture(60, 90)[::-1].copy()
+
+    def ask(image: np.ndarray, tail: list[int]) -> tuple[float, float]:
+        asked = Prompt(omni, prompt(10), image, prompt(30), tail)
+        before = engine.counter("vllm:prefix_cache_hits")
+        (found,) = next_logprobs(engine, [asked])
+        error = (found - truth.logprobs(asked)[-1]).abs().max().item()
+        return error, engine.counter("vllm:prefix_cache_hits") - before
+
+    assert ask(first, [1, 2, 3]) == (pytest.approx(0, abs=BOUND), 0)
+    # The same ids with another picture must not hit behind its opener.
+    assert ask(second, [1, 2, 3]) == (pytest.approx(0, abs=BOUND), 0)
+    error, hits = ask(first, [4, 5])
+    assert error <= BOUND
+    assert hits >= 96
+
+
+def test_a_repeated_picture_is_processed_once(
+    engines: Callable[..., Engine], truth: Truth, omni: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from inkling_portable.model import multimodal
+
+    calls: list[Any] = []
+    real = multimodal.image_patches
+    monkeypatch.setattr(
+        multimodal, "image_patches", lambda *args: calls.append(args) or real(*args)
+    )
+    engine = engines(block_size=16)
+    image = picture(33, 47)
+    for tail in ([1], [2]):
+        asked = Prompt(omni, prompt(3), image, prompt(2), tail)
+        (found,) = next_logprobs(engine, [asked])
+        assert (found - truth.logprobs(asked)[-1]).abs().max() <= BOUND
+    assert len(calls) == 1
+
+
+def test_a_request_may_set_the_scale(
+    engines: Callable[..., Engine], truth: Truth, omni: Path
+) -> None:
+    asked = Prompt(omni, prompt(3), picture(40, 50), prompt(3))
+    pixels = torch.from_numpy(ruled_pixels(picture(40, 50), PATCH, upscale=False)).float()
+    slots = asked.expanded[4:-3]
+    asked.expanded = asked.expanded[:4] + slots[: len(pixels)] + asked.expanded[-3:]
+    asked.features = {"pixel_values": pixels}
+    engine = engines(block_size=16)
+    out = engine.llm.generate(
+        [{**asked.input, "mm_processor_kwargs": {"rescale_image_frac": 1.0}}],
+        use_tqdm=False,
+        sampling_params=_one_token(),
+    )[0]
+    assert list(out.prompt_token_ids) == asked.expanded
+    found = dense(out.outputs[0].logprobs)[0]
+    assert (found - truth.logprobs(asked)[-1]).abs().max() <= BOUND
+
+
+def _one_token() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1)
+
+
+NOISE = np.full(1_000, np.nan, dtype=np.float32)
+BAD = {
+    "no pixels": ({"image": Image.new("RGB", (0, 4))}, "at least one pixel; found 0x4"),
+    "too many patches": ({"image": Image.new("RGB", (900, 900))}, "at most 900 tokens; 900x900"),
+    "float image": ({"image": np.zeros((4, 4, 3), np.float32)}, "found float32 of shape"),
+    "no samples": ({"audio": np.zeros(0, np.float32)}, "at least one sample"),
+    "NaN samples": ({"audio": NOISE}, "found NaN or infinity"),
+    "long clip": ({"audio": np.zeros(800 * 51, np.float32)}, "at most 50 tokens"),
+    "two channels": ({"audio": np.zeros((2, 900), np.float32)}, r"found shape \(2, 900\)"),
+    "whole numbers": ({"audio": np.zeros(900, np.int16)}, "found int16"),
+    "second image": ({"image": [Image.new("RGB", (4, 4))] * 2}, "found 1 for 2"),
+    "wrong modality": ({"audio": tone(900)}, "found 0 for 1"),
+    "video": ({"video": np.zeros((2, 8, 8, 3), np.uint8)}, "video"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_a_sentence_and_harms_nobody(
+    engines: Callable[..., Engine], truth: Truth, omni: Path, name: str
+) -> None:
+    limits = {"max_image_tokens": 900, "max_audio_tokens": 50}
+    engine = engines(block_size=16, mm_processor_kwargs=limits)
+    data, message = BAD[name]
+    opener = Prompt(omni, picture(1, 1)) if "image" in data else Prompt(omni, tone(1))
+    ids = prompt(3) if name == "wrong modality" else opener.ids
+    with pytest.raises(ValueError, match=message):
+        engine.llm.generate([{"prompt_token_ids": ids, "multi_modal_data": data}],
+                            use_tqdm=False, sampling_params=_one_token())  # fmt: skip
+    asked = cases(omni)["image"]
+    (found,) = next_logprobs(engine, [asked])
+    assert (found - truth.logprobs(asked)[-1]).abs().max() <= BOUND
+
+
+def test_unknown_options_are_refused(engines: Callable[..., Engine], omni: Path) -> None:
+    asked = cases(omni)["image"]
+    wrong = {**asked.input, "mm_processor_kwargs": {"max_image_tokens": 10**9}}
+    with pytest.raises(ValueError, match=r"takes rescale_image_frac, .*; found max_image_tokens"):
+        engines(block_size=16).llm.generate([wrong], use_tqdm=False, sampling_params=_one_token())
+    with pytest.raises(ValueError, match="found max_pixels; leave the rest out"):
+        Engine(omni, mm_processor_kwargs={"max_pixels": 1})
+
+
+def test_our_class_serves(engines: Callable[..., Engine]) -> None:
+    engine = engines(block_size=16)
+    assert engine.on_model(lambda model: type(model).__module__) == (
+        "inkling_portable.model.multimodal"
+    )
+
+
+PEER = """
+import sys
+import torch
+from PIL import Image
+from vllm.transformers_utils.processors.inkling import (
+    InklingAudioFeatureExtractor,
+    InklingImageProcessor,
+)
+from tests.media import picture, tone
+
+images = {size: InklingImageProcessor(patch_size=40).preprocess(Image.fromarray(picture(*size)))
+          for size in [(1, 1), (30, 45), (80, 40), (37, 123)]}
+clips = {n: InklingAudioFeatureExtractor()([tone(n)]) for n in (1, 800, 801, 12_345)}
+torch.save(
+    {
+        "images": {k: v["vision_patches_bthwc"].clone() for k, v in images.items()},
+        "clips": {k: v["dmel_bins"][0] for k, v in clips.items()},
+    },
+    sys.argv[1],
+)
+"""
+
+
+def test_preprocessing_equals_vllms_own(tmp_path: Path) -> None:
+    # In a process of its own: it imports numba, and an engine that starts after that fails in
+    # vLLM 0.32 while it looks through all modules for kernels.
+    command = [sys.executable, "-c", PEER, str(tmp_path / "theirs.pt")]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+    theirs = torch.load(tmp_path / "theirs.pt")
+    for (height, width), patches in theirs["images"].items():
+        ours = image_patches(Image.fromarray(picture(height, width)), ImageSettings())
+        assert ours.shape == patches.shape
+        # Theirs is rounded to bfloat16, values are below 2.7.
+        assert (ours - patches.float()).abs().max() <= 2**-7
+    for samples, levels in theirs["clips"].items():
+        assert torch.equal(dmel_levels(tone(samples), AudioSettings()), levels.int())
