@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from released_configs import released
 
 from inkling_portable.model.config import ConfigError, parse
+from inkling_portable.model.released import released
 
 NAMES = ("Inkling", "Inkling-Small")
 
