@@ -179,6 +179,24 @@ def test_layers_allow_the_rest(where: str, source: str) -> None:
     assert violations(where, source) == []
 
 
+def test_dependencies_are_declared() -> None:
+    """What the package imports is declared, or comes with vLLM, or is a provider's own library."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
+    with_vllm = {"vllm", "transformers", "huggingface_hub", "PIL", "openai", "psutil"}
+    providers = {"aiter", "flash_attn", "flashinfer"}
+    used = {
+        module.split(".")[0]
+        for path in sources()
+        for module in imports(
+            ast.parse(path.read_text()), ("inkling_portable", *path.relative_to(PACKAGE).parts[:-1])
+        )
+    }
+    assert {"torch", "packaging"} <= used
+    known = {"inkling_portable", ""} | declared | with_vllm | providers | sys.stdlib_module_names
+    assert used - known == set()
+
+
 def text_files() -> Iterator[Path]:
     """Every file of the checkout that people read or write."""
     for path in sorted(ROOT.rglob("*")):
