@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
 
@@ -40,7 +41,13 @@ def main(argv: list[str] | None = None) -> int:
               f"{', '.join(sorted(known))}", file=sys.stderr)  # fmt: skip
         return 2
     command = importlib.import_module(f"inkling_portable.commands.{arguments[0]}")
-    status: int = command.main(arguments[1:])
+    try:
+        status: int = command.main(arguments[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads, such as `head`, has seen enough; nothing is left to write at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status
 
 
