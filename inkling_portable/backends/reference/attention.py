@@ -7,7 +7,7 @@ from torch import Tensor
 
 from inkling_portable.backends.reference._common import acc, rms, store
 from inkling_portable.backends.reference.batch import draw_batch, draw_pages, poison
-from inkling_portable.backends.reference.short_conv import causal_conv
+from inkling_portable.backends.reference.short_conv import Taps
 from inkling_portable.inputs import Draw
 from inkling_portable.numerics import exact, within_twice_baseline
 from inkling_portable.registry import op
@@ -91,8 +91,9 @@ def qkvr_prep(
     q, k, v, r = qkvr.split(
         [heads * width, kv_heads * width, kv_heads * width, heads * d_rel], dim=1
     )
-    k = causal_conv(k, k_conv, k_state, conv_slots, conv_pages, requests, q_starts, positions)
-    v = causal_conv(v, v_conv, v_state, conv_slots, conv_pages, requests, q_starts, positions)
+    if rows and q_starts.numel() > 1:
+        taps = Taps(k_state.shape[1], k_conv.shape[1], conv_slots, conv_pages, requests, positions)
+        k, v = taps.convolve(k, k_conv, k_state), taps.convolve(v, v_conv, v_state)
     q = rms(q.reshape(rows, heads, width), q_norm, eps)
     k = rms(k.reshape(rows, kv_heads, width), k_norm, eps)
     rel = store(acc(r.reshape(rows, heads, d_rel)) @ acc(rel_proj), qkvr)

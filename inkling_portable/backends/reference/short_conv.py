@@ -17,6 +17,41 @@ from inkling_portable.numerics import exact, within_twice_baseline
 from inkling_portable.registry import op
 
 
+class Taps:
+    """Where a step's rows and their older neighbours stand in the paged states of one group.
+
+    Computed once for all streams that share a block table: `write` [T] selects the rows that are
+    stored, `slot` indexes their places; `older` indexes the places of the K-1 tokens before each
+    row, oldest first, and `missing` [T, K-1, 1] marks those before the start of a request.
+    """
+
+    def __init__(self, block: int, taps: int, slots: Tensor, pages: Tensor, requests: Tensor,
+                 positions: Tensor) -> None:  # fmt: skip
+        self.padding = (requests < 0)[:, None]
+        self.write = slots >= 0
+        at = slots[self.write]
+        self.slot = at // block, at % block
+        back = torch.arange(taps - 1, 0, -1, device=slots.device)
+        position = (positions[:, None] - back).masked_fill_(self.padding, -1)
+        self.missing = (position < 0)[..., None]
+        position.clamp_min_(0)
+        page = pages[requests.clamp_min(0)[:, None], position // block]
+        self.older = page, position % block
+
+    def convolve(self, z: Tensor, weight: Tensor, state: Tensor) -> Tensor:
+        """Convolution with inner residual of z [T, C]; writes z to state [blocks, block, G, W].
+
+        All rows are written before any older one is read. That covers rows of this step, of the
+        same request and of others: the engine lets a request start on a prefix that another one
+        computes in the same step.
+        """
+        state[self.slot] = z[self.write].reshape(-1, *state.shape[2:]).to(state.dtype)
+        history = acc(state[self.older].flatten(2)).masked_fill(self.missing, 0)
+        kernel = acc(weight).to(history.dtype)
+        total = acc(z) * (1 + kernel[:, -1]) + (history * kernel[:, :-1].T).sum(1)
+        return torch.where(self.padding, z, store(total, z))
+
+
 def causal_conv(
     z: Tensor,
     weight: Tensor,
@@ -30,32 +65,13 @@ def causal_conv(
     """Depthwise causal convolution with inner residual; writes the inputs `z` to `state`.
 
     z [T, C]; weight [C, K], tap K-1 for the current token; state [blocks, block, G, W] with
-    G * W = C; slots [T]; pages [B, P]; requests, positions [T]; q_starts [B + 1] -> [T, C].
-    Padding rows (request -1) come back unchanged. All rows are written before any older tap is
-    read: the engine lets a request start on a prefix that another one computes in the same step.
+    G * W = C; slots [T], -1 in padding rows only; pages [B, P]; requests, positions [T];
+    q_starts [B + 1] -> [T, C]. Padding rows (request -1) come back unchanged.
     """
-    rows, taps = z.shape[0], weight.shape[1]
-    if rows == 0 or q_starts.numel() < 2:
+    if z.shape[0] == 0 or q_starts.numel() < 2:
         return z.clone()
-    block = state.shape[1]
-    write = slots >= 0
-    at = slots[write]
-    state[at // block, at % block] = z[write].reshape(-1, *state.shape[2:]).to(state.dtype)
-    request = requests.clamp_min(0).long()
-    back = torch.arange(taps - 1, 0, -1, device=z.device)  # oldest first, as the weights are
-    row = torch.arange(rows, device=z.device)[:, None] - back
-    position = positions[:, None] - back
-    inside = row >= q_starts[request][:, None]
-    # Older tokens come from the state; their page is looked up only where they exist.
-    older = (position >= 0) & ~inside
-    at = torch.where(older, position, 0)
-    page = torch.where(older, pages[request[:, None], at // block].long(), 0)
-    cached = state[page, at % block].flatten(2).to(z.dtype)
-    history = torch.where(inside[..., None], z[row.clamp_min(0)], cached)
-    history = acc(history).masked_fill_((position < 0)[..., None], 0)
-    kernel = acc(weight).to(history.dtype)
-    total = acc(z) * (1 + kernel[:, -1]) + (history * kernel[:, :-1].T).sum(1)
-    return torch.where((requests < 0)[:, None], z, store(total, z))
+    taps = Taps(state.shape[1], weight.shape[1], slots, pages, requests, positions)
+    return taps.convolve(z, weight, state)
 
 
 def draw_stream(draw: Draw, batch: Batch) -> tuple[Paged, int, int, int]:
