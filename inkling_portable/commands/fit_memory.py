@@ -131,7 +131,7 @@ def weights_per_gpu(
 # --- estimates ------------------------------------------------------------------------------------
 
 CONTEXT_BYTES = 2 * GIB
-"""Driver context, communication buffers, kernels' workspaces and fragmentation, by rule of thumb."""
+"""Driver context, communication buffers, workspaces and fragmentation, by rule of thumb."""
 LOGIT_COPIES = 3
 """Float32 logits, and two more of their size while sampling."""
 GRAPH_BYTES_PER_LAYER = 1 << 18
