@@ -138,6 +138,88 @@ def _kv_role(
 
 
 @triton.jit
+def _query_role(
+    block_index,
+    qkvr,
+    norm,
+    out,
+    positions,
+    rows,
+    qkvr_stride,
+    eps,
+    log_floor,
+    log_alpha,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ITEMS: tl.constexpr,
+    LOG: tl.constexpr,
+):
+    """Norm ITEMS query heads."""
+    item = block_index.to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    token, head = item // HQ, item % HQ
+    live = token < rows
+    column = tl.arange(0, DP)
+    mask = live[:, None] & (column < D)[None, :]
+    place = token[:, None] * qkvr_stride + head[:, None] * D + column[None, :]
+    q = tl.load(qkvr + place, mask=mask, other=0.0)
+    weight = tl.load(norm + column, mask=column < D, other=0.0).to(tl.float32)
+    y = _head_norm(q.to(tl.float32), weight, D, eps).to(q.dtype).to(tl.float32)
+    if LOG:
+        y *= _gain(positions, token, live, log_floor, log_alpha)[:, None]
+    tl.store(out + item[:, None] * D + column[None, :], y, mask=mask)
+
+
+@triton.jit
+def _relative_role(
+    tile,
+    source,
+    proj,
+    out,
+    positions,
+    rows,
+    qkvr_stride,
+    proj_stride,
+    log_floor,
+    log_alpha,
+    HQ: tl.constexpr,
+    D_REL: tl.constexpr,
+    RP: tl.constexpr,
+    EXT: tl.constexpr,
+    ITEMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOG: tl.constexpr,
+    EXACT_DOT: tl.constexpr,
+):
+    """A tile of the relative projection: ITEMS heads by COLUMNS distances."""
+    across: tl.constexpr = (EXT + COLUMNS - 1) // COLUMNS
+    item = (tile // across).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    token, head = item // HQ, item % HQ
+    live = token < rows
+    inner = tl.arange(0, RP)
+    column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
+    r = tl.load(
+        source + token[:, None] * qkvr_stride + head[:, None] * D_REL + inner[None, :],
+        mask=live[:, None] & (inner < D_REL)[None, :],
+        other=0.0,
+    )
+    p = tl.load(
+        proj + inner[:, None] * proj_stride + column[None, :],
+        mask=(inner < D_REL)[:, None] & (column < EXT)[None, :],
+        other=0.0,
+    )
+    if EXACT_DOT:
+        y = tl.dot(r, p, input_precision="ieee")
+    else:
+        y = tl.dot(r, p)
+    y = y.to(r.dtype).to(tl.float32)
+    if LOG:
+        y *= _gain(positions, token, live, log_floor, log_alpha)[:, None]
+    mask = live[:, None] & (column < EXT)[None, :]
+    tl.store(out + item[:, None] * EXT + column[None, :], y, mask=mask)
+
+
+@triton.jit
 def _prep_kernel(
     qkvr,
     k_conv,
@@ -230,58 +312,27 @@ def _prep_kernel(
             HKV, D, DP, TAPS, KV_ITEMS, PACKED, False,
         )  # fmt: skip
     elif index < 2 * kv_blocks + q_blocks:
-        item = (index - 2 * kv_blocks).to(tl.int64) * Q_ITEMS + tl.arange(0, Q_ITEMS)
-        token, head = item // HQ, item % HQ
-        live = token < rows
-        column = tl.arange(0, DP)
-        mask = live[:, None] & (column < D)[None, :]
-        place = token[:, None] * qkvr_stride + head[:, None] * D + column[None, :]
-        q = tl.load(qkvr + place, mask=mask, other=0.0)
-        weight = tl.load(q_norm + column, mask=column < D, other=0.0).to(tl.float32)
-        y = _head_norm(q.to(tl.float32), weight, D, eps).to(q.dtype)
-        if LOG:
-            y = y.to(tl.float32) * _gain(positions, token, live, log_floor, log_alpha)[:, None]
-        tl.store(q_out + item[:, None] * D + column[None, :], y, mask=mask)
+        _query_role(
+            index - 2 * kv_blocks, qkvr, q_norm, q_out, positions, rows, qkvr_stride,
+            eps, log_floor, log_alpha, HQ, D, DP, Q_ITEMS, LOG,
+        )  # fmt: skip
     else:
-        tile = index - 2 * kv_blocks - q_blocks
-        across: tl.constexpr = (EXT + REL_COLUMNS - 1) // REL_COLUMNS
-        item = (tile // across).to(tl.int64) * REL_ITEMS + tl.arange(0, REL_ITEMS)
-        token, head = item // HQ, item % HQ
-        live = token < rows
-        inner = tl.arange(0, RP)
-        column = (tile % across) * REL_COLUMNS + tl.arange(0, REL_COLUMNS)
-        source = qkvr + (HQ + 2 * HKV) * D
-        r = tl.load(
-            source + token[:, None] * qkvr_stride + head[:, None] * D_REL + inner[None, :],
-            mask=live[:, None] & (inner < D_REL)[None, :],
-            other=0.0,
-        )
-        proj = tl.load(
-            rel_proj + inner[:, None] * proj_stride + column[None, :],
-            mask=(inner < D_REL)[:, None] & (column < EXT)[None, :],
-            other=0.0,
-        )
-        if EXACT_DOT:
-            y = tl.dot(r, proj, input_precision="ieee").to(r.dtype)
-        else:
-            y = tl.dot(r, proj).to(r.dtype)
-        if LOG:
-            y = y.to(tl.float32) * _gain(positions, token, live, log_floor, log_alpha)[:, None]
-        tl.store(
-            rel_out + item[:, None] * EXT + column[None, :],
-            y,
-            mask=live[:, None] & (column < EXT)[None, :],
-        )
+        _relative_role(
+            index - 2 * kv_blocks - q_blocks, qkvr + (HQ + 2 * HKV) * D, rel_proj, rel_out,
+            positions, rows, qkvr_stride, proj_stride, log_floor, log_alpha,
+            HQ, D_REL, RP, EXT, REL_ITEMS, REL_COLUMNS, LOG, EXACT_DOT,
+        )  # fmt: skip
 
 
-def tiling(rows: int, heads: int, kv_heads: int, extent: int) -> tuple[int, int, int, int]:
-    """(query items, kv items, relative items, relative columns) of one program.
+def tiling(rows: int, heads: int, extent: int) -> tuple[int, int, int, int, int]:
+    """(query items, kv items, relative items, relative columns, warps) of one program.
 
     Few rows: small blocks, so that every unit has work. Many rows: blocks that fill a program.
     """
+    columns = min(128, next_power_of_2(extent))
     if rows * heads > 16 * compute_units():
-        return 16, 8, 64, min(128, next_power_of_2(extent))
-    return 4, 1, 16, min(128, next_power_of_2(extent))
+        return 16, 4, 64, columns, 4
+    return 4, 1, 16, columns, 2 if is_rocm() else 4
 
 
 def qkvr_prep(
@@ -325,7 +376,7 @@ def qkvr_prep(
     if rows == 0:
         return q, rel
     packed = packed_taps(k_conv) and packed_taps(v_conv)
-    q_items, kv_items, rel_items, rel_columns = tiling(rows, heads, kv_heads, extent)
+    q_items, kv_items, rel_items, rel_columns, warps = tiling(rows, heads, extent)
     q_blocks = ceil_div(rows * heads, q_items)
     kv_blocks = ceil_div(rows * kv_heads, kv_items)
     rel_blocks = ceil_div(rows * heads, rel_items) * ceil_div(extent, rel_columns)
@@ -381,6 +432,6 @@ def qkvr_prep(
         LOG=log_floor > 0,
         EXACT_DOT=qkvr.dtype == torch.float32,
         PDL=pdl(),
-        **options(num_warps=2 if is_rocm() else 4),
+        **options(num_warps=warps),
     )
     return q, rel

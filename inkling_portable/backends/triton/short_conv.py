@@ -1,8 +1,10 @@
 """Short convolution: the request map of a step, and the fused end of a branch.
 
 A tap of a row that is in this step comes from the step's own input, an older one from the paged
-state; no program reads what another writes, so every row is independent. At decode a program holds
-one row; longer steps give each program a few consecutive rows, for which it keeps the weights.
+state; no program reads what another writes, so every row is independent. Short steps take one
+launch, a program holding a whole row with its norm. Longer ones give a program a few channels of
+consecutive rows, for which it keeps the weights, and norm in a second launch: their rows are many
+enough for that, and a whole row with its taps leaves no registers for reuse.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from inkling_portable.backends.triton._common import (
     ceil_div,
     check_rows,
     compute_units,
+    is_rocm,
+    next_power_of_2,
     options,
     pdl,
     row_block,
@@ -121,7 +125,7 @@ def _conv_kernel(
     PDL: tl.constexpr,
 ):
     """Without a residual (a channel shard), `summed` receives the convolution itself."""
-    channel = tl.arange(0, BLOCK)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < H
     in_state = (channel // W) * state_stride_g + (channel % W) * state_stride_w
     taps = load_weight(
@@ -153,31 +157,29 @@ def _conv_kernel(
             total = wide + tl.where(real, wide * tap_weight(taps, PACKED, TAPS - 1), 0.0)
             for back in tl.static_range(1, TAPS):
                 older = position - back
-                usable = real & (older >= 0)
-                in_step = row - back >= first
-                # A scalar condition goes into the column limit, not into the mask (interpreter).
-                from_step = channel < tl.where(usable & in_step, H, 0)
-                before = tl.load(
-                    partial + (row - back) * partial_stride + channel, mask=from_step, other=0.0
-                )
-                if HAS_EXTRA:
-                    more = tl.load(
-                        extra + (row - back) * extra_stride + channel, mask=from_step, other=0.0
-                    )
-                    before = (before.to(tl.float32) + more.to(tl.float32)).to(before.dtype)
-                cached_limit = tl.where(usable & (row - back < first), H, 0)
-                at = tl.maximum(older, 0)
-                table_limit = tl.where(cached_limit > 0, 1, 0)
-                block = tl.load(
-                    pages + owner * pages_stride + at // page, mask=table_limit > 0, other=0
-                ).to(tl.int64)
-                cached = tl.load(
-                    state + block * state_stride_b + (at % page) * state_stride_t + in_state,
-                    mask=channel < cached_limit,
-                    other=0.0,
-                )
-                # One of the two is zero everywhere: they never speak for the same row.
-                tap = before.to(tl.float32) + cached.to(tl.float32)
+                # One branch for the whole row, so a tap is read once, from where it is. (A select
+                # of pointers would do too, but Triton 3.6 cannot compile it for AMD.)
+                value = tl.zeros((BLOCK,), dtype=z.dtype)
+                if real & (older >= 0):
+                    if row - back >= first:
+                        value = tl.load(
+                            partial + (row - back) * partial_stride + channel,
+                            mask=inside,
+                            other=0.0,
+                        )
+                        if HAS_EXTRA:
+                            more = tl.load(
+                                extra + (row - back) * extra_stride + channel,
+                                mask=inside,
+                                other=0.0,
+                            )
+                            value = (value.to(tl.float32) + more.to(tl.float32)).to(z.dtype)
+                    else:
+                        block = tl.load(pages + owner * pages_stride + older // page).to(tl.int64)
+                        cell = state + block * state_stride_b + (older % page) * state_stride_t
+                        cached = tl.load(cell + in_state, mask=inside, other=0.0)
+                        value = cached.to(z.dtype)
+                tap = value.to(tl.float32)
                 if PACKED:
                     kernel = tap_weight(taps, True, TAPS - 1 - back)
                 else:
@@ -207,9 +209,13 @@ def _conv_kernel(
                 tl.store(normed + row * H + channel, out, mask=inside)
 
 
-def rows_per_program(rows: int) -> int:
-    """1 while every row can have a program at once, then up to 8, so that weights are reused."""
-    return max(1, min(8, rows // (4 * compute_units())))
+def tiling(rows: int, width: int) -> tuple[int, int, int]:
+    """(rows, channels, warps) of one program; a block of all channels can norm its row."""
+    if rows <= 2 * compute_units():
+        # Fewer warps than a norm takes: what is held once a thread weighs less on long threads.
+        block, warps = row_block("conv_residual_norm", width)
+        return 1, block, warps if is_rocm() else max(1, warps // 2)
+    return 16, min(1024, next_power_of_2(width)), 2 if is_rocm() else 4
 
 
 def packed_taps(weight: Tensor) -> bool:
@@ -247,10 +253,10 @@ def _launch(
     if state.shape[2] * state.shape[3] != width:
         raise ValueError(f"conv_residual_norm: state holds {state.shape[2] * state.shape[3]} "
                          f"channels, partial {width}; pass this stream's slice")  # fmt: skip
-    block, warps = row_block("conv_residual_norm", width)
     packed = packed_taps(conv_weight)
-    each = rows_per_program(rows)
-    _conv_kernel[(ceil_div(rows, each),)](
+    each, block, warps = tiling(rows, width)
+    norm_here = norm_weight is not None and each == 1
+    _conv_kernel[(ceil_div(rows, each), ceil_div(width, block))](
         partial,
         extra,
         residual,
@@ -285,10 +291,12 @@ def _launch(
         PACKED=packed,
         HAS_EXTRA=extra is not None,
         HAS_RESIDUAL=residual is not None,
-        HAS_NORM=norm_weight is not None,
+        HAS_NORM=norm_here,
         PDL=pdl(),
         **options(num_warps=warps),
     )
+    if norm_weight is not None and not norm_here:
+        add_norm(summed, None, norm_weight, eps, normed, summed, width, width)
     return normed, summed
 
 

@@ -163,7 +163,9 @@ def tile_tiling(rows: int, columns: int, inner: int, exact: bool) -> tuple[int, 
     tall = min(64, max(16, next_power_of_2(rows)))
     if exact:  # float32 runs on vector units: small blocks keep the code short
         return tall if tall < 32 else 32, 32, 32, 1, 1
-    wide, deep = 32, 256 if tall == 16 else 128
+    if rows > 64:  # enough tiles without splitting; larger ones, since reading is not the limit
+        return 64, 128, 64, 1, 2 if is_rocm() else 3
+    wide, deep = 32, 128
     tiles = ceil_div(rows, tall) * ceil_div(columns, wide)
     # Two programs for each unit, but no part shorter than two steps.
     parts = max(1, min(ceil_div(2 * compute_units(), tiles), inner // (2 * deep), 16))
