@@ -173,54 +173,63 @@ def rel_attention(
     distance 0 .. window-1 are visible and older pages may be freed. The bias is added after
     scaling, and is 0 beyond the extent. Rows past q_starts[B] get 0.
     """
-    heads, kv_heads = q.shape[1], k_cache.shape[2]
     starts, lengths = q_starts.tolist(), kv_lens.tolist()
+    alone = [b for b in range(len(lengths)) if starts[b + 1] - starts[b] == 1]
+    step = max(1, SCORE_BUDGET // max(1, q.shape[1] * max(lengths, default=0)))
+    for i in range(0, len(alone), step):
+        chosen = alone[i : i + step]
+        last = kv_lens[chosen].long() - 1
+        low = (last - (window - 1)).clamp_min(0) if window else torch.zeros_like(last)
+        # Where a request has fewer keys than its neighbours, its last one is repeated, unseen.
+        span = torch.arange(int((last - low).max()) + 1, device=q.device)
+        positions = (low[:, None] + span).minimum(last[:, None])
+        delta = (last[:, None] - low[:, None] - span)[:, None]
+        rows = [starts[b] for b in chosen]
+        keys, values = (_gather(c, pages[chosen], positions) for c in (k_cache, v_cache))
+        mixed = _attend(q[rows][:, None], keys, values, rel[rows][:, None], delta, window, scale)
+        out[rows] = mixed[:, 0]
     for b, length in enumerate(lengths):
         first, stop = starts[b], starts[b + 1]
-        tile = max(1, SCORE_BUDGET // max(1, heads * length))
+        if stop - first < 2:
+            continue
+        before = length - (stop - first)
+        oldest = max(0, before - (window - 1)) if window else 0
+        positions = torch.arange(oldest, length, device=q.device)
+        keys, values = (_gather(c, pages[b : b + 1], positions[None]) for c in (k_cache, v_cache))
+        tile = max(1, SCORE_BUDGET // (q.shape[1] * length))
         for row in range(first, stop, tile):
             end = min(stop, row + tile)
-            last = length - (stop - end)  # keys this tile's last query can see
-            low = max(0, length - (stop - row) - (window - 1)) if window else 0
-            keys = _gather(k_cache, pages[b], low, last)
-            values = _gather(v_cache, pages[b], low, last)
-            positions = torch.arange(last - (end - row), last, device=q.device)
-            delta = positions[:, None] - torch.arange(low, last, device=q.device)
+            low = max(0, before + row - first - (window - 1)) if window else 0
+            seen = slice(low - oldest, before + end - first - oldest)
+            queries = torch.arange(before + row - first, before + end - first, device=q.device)
+            delta = queries[:, None] - positions[seen]
             out[row:end] = _attend(
-                q[row:end], keys, values, rel[row:end], delta, window, scale, kv_heads
-            )
+                q[None, row:end], keys[:, seen], values[:, seen], rel[None, row:end],
+                delta[None], window, scale,
+            )[0]  # fmt: skip
     out[starts[-1] :] = 0
 
 
-def _gather(cache: Tensor, table: Tensor, low: int, high: int) -> Tensor:
-    """Rows low .. high-1 of one request: [keys, Hkv, D]."""
+def _gather(cache: Tensor, tables: Tensor, positions: Tensor) -> Tensor:
+    """cache [pages, page, Hkv, D]; tables [B, P]; positions [B, m] -> rows [B, m, Hkv, D]."""
     page = cache.shape[1]
-    blocks = table[low // page : -(-high // page)].long()
-    flat = cache[blocks].flatten(0, 1)
-    return flat[low % page : low % page + high - low]
+    return cache[tables.gather(1, positions // page), positions % page]
 
 
-def _attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rel: Tensor,
-    delta: Tensor,
-    window: int,
-    scale: float,
-    kv_heads: int,
-) -> Tensor:
-    """q [n, Hq, D]; keys, values [m, Hkv, D]; rel [n, Hq, Ext]; delta [n, m] -> [n, Hq, D]."""
-    rows, heads, width = q.shape
-    group, extent = heads // kv_heads, rel.shape[-1]
-    grouped = acc(q).reshape(rows, kv_heads, group, width).permute(1, 2, 0, 3).flatten(1, 2)
-    scores = grouped @ acc(keys).to(grouped.dtype).permute(1, 2, 0)  # [Hkv, group * n, m]
-    scores = scores.reshape(heads, rows, -1) * scale
-    near = delta.clamp(0, extent - 1).expand(heads, -1, -1)
-    bias = acc(rel).transpose(0, 1).gather(2, near).to(scores.dtype)
-    scores = scores + torch.where((delta >= 0) & (delta < extent), bias, 0)
+def _attend(q: Tensor, keys: Tensor, values: Tensor, rel: Tensor, delta: Tensor, window: int,
+            scale: float) -> Tensor:  # fmt: skip
+    """q [B, n, Hq, D]; keys, values [B, m, Hkv, D]; rel [B, n, Hq, Ext]; delta [B, n, m]
+    -> [B, n, Hq, D]."""
+    batch, rows, heads, width = q.shape
+    kv_heads, extent = keys.shape[2], rel.shape[-1]
+    grouped = acc(q).transpose(1, 2).reshape(batch, kv_heads, -1, width)
+    keys, values = (acc(x).to(grouped.dtype).transpose(1, 2) for x in (keys, values))
+    scores = (grouped @ keys.transpose(2, 3)).view(batch, heads, rows, -1) * scale
+    delta = delta[:, None]
+    near = delta.clamp(0, extent - 1).expand(-1, heads, -1, -1)
+    bias = acc(rel).transpose(1, 2).gather(3, near).to(scores.dtype)
+    scores += bias.masked_fill_((delta < 0) | (delta >= extent), 0)
     hidden = (delta < 0) | (delta >= window) if window else delta < 0
-    scores = scores.masked_fill(hidden, float("-inf"))
-    weights = store(scores.softmax(-1), q).reshape(kv_heads, group * rows, -1)
-    mixed = acc(weights) @ acc(values).to(scores.dtype).transpose(0, 1)
-    return store(mixed.reshape(heads, rows, width).transpose(0, 1), q)
+    weights = store(scores.masked_fill_(hidden, float("-inf")).softmax(-1), q)
+    mixed = acc(weights).view(batch, kv_heads, -1, weights.shape[-1]) @ values
+    return store(mixed.view(batch, heads, rows, width).transpose(1, 2), q)
