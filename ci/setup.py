@@ -89,7 +89,7 @@ def pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def pip_install(python: Path, *arguments: str) -> None:
     """`pip install --no-deps`; raises SetupError with pip's own words when it fails.
 
-    Compiling is left to `compile_all`, which uses every core.
+    Compiling all is left out: `import_once` compiles what is used.
     """
     done = pip(python, "install", "--no-deps", "--no-compile", *arguments)
     if done.returncode:
@@ -152,13 +152,24 @@ def write_vllm_stub(site_packages: Path) -> Path:
     return stub
 
 
-def compile_all(python: Path, site_packages: Path) -> None:
-    """Byte-compiles the packages, so that the first server does not start slowly.
+def import_once(python: Path) -> None:
+    """Imports what a server imports: shows that the environment works and compiles just that.
 
-    Its status says nothing: some packages carry templates that are no Python.
+    Raises SetupError with the end of Python's own report.
     """
-    compiler = [str(python), "-m", "compileall", "-qq", "-j", "0", str(site_packages)]
-    subprocess.run(compiler, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    code = "import vllm, vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker"
+    done = subprocess.run(
+        [str(python), "-c", code],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    if done.returncode:
+        raise SetupError(
+            f"the environment is complete but cannot import vLLM; run `make clean` and `make`, and "
+            f"if it comes again report this:\n{done.stdout.strip()[-2000:]}"
+        )
 
 
 def site_packages_of(environment: Path) -> Path:
@@ -214,11 +225,11 @@ def make_environment(environment: Path) -> None:
         pip_install(python, "-r", "ci/pins.txt")
     site_packages = site_packages_of(environment)
     remove_unwanted(python, site_packages)
-    with step("compiling what was installed"):
-        compile_all(python, site_packages)
     with step("installing inkling-portable from this checkout"):
         pip_install(python, "--no-build-isolation", "-e", ".")
     print(f"set-up: stub for the vllm command: {write_vllm_stub(site_packages).name}", flush=True)
+    with step("importing vLLM once"):
+        import_once(python)
     stamp.write_text(wanted)
 
 

@@ -93,6 +93,15 @@ def test_torch_that_cannot_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         setup.install_torch(Path("python"), None)
 
 
+def test_a_broken_environment_is_an_error(tmp_path: Path) -> None:
+    """An environment without vLLM is found by the set-up and not by the first server."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(setup.SetupError, match=r"(?s)cannot import vLLM.*ModuleNotFoundError"):
+        setup.import_once(python)
+
+
 def test_this_environment_is_what_the_set_up_promises() -> None:
     """CPU torch, no CUDA build beside it, and pins that hold."""
     installed = {d.name.lower().replace("_", "-"): d.version for d in installed_distributions()}
