@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inkling_portable.commands.tiny import write_tiny
@@ -27,7 +29,11 @@ from tests.media import picture, ruled_pixels, tone, transformers_levels
 from tests.vllm_cpu.conftest import Engine, dense, prompt
 
 BOUND = 5e-6
-"""On log-probabilities, against transformers in float64; its own float32 run is as far away."""
+"""On log-probabilities, besides twice what float32 costs transformers on the same prompt."""
+
+HEAD_SCALE = 0.25
+"""Of the unembedding, exact in binary. The preset's random logits spread so widely that the
+float32 run of transformers is up to 1.2e-5 from its float64 run; errors shrink with the logits."""
 
 PATCH = 16
 
@@ -36,6 +42,9 @@ PATCH = 16
 def omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("omni")
     write_tiny(folder, preset="omni", dtype="float32", force=True)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.llm.unembed.weight"] *= HEAD_SCALE
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -78,17 +87,31 @@ class Prompt:
 
 
 class Truth:
-    """transformers in float64 on the features of a `Prompt`."""
+    """transformers in float64, and in float32 for what that costs, on a `Prompt`'s features."""
 
     def __init__(self, folder: Path) -> None:
-        self.model, faults = hf_oracle.load(folder, torch.float64)
+        self.single, faults = hf_oracle.load(folder, torch.float32)
         assert not any(faults.values()), faults
+        self.double, _ = hf_oracle.load(folder, torch.float64)
+        self._known: dict[Prompt, tuple[Tensor, float]] = {}
 
-    def logprobs(self, asked: Prompt) -> Tensor:
-        """[len(expanded), vocabulary]: of the token after each one."""
-        features = {k: v.double() if v.is_floating_point() else v
-                    for k, v in asked.features.items()}  # fmt: skip
-        return hf_oracle.logits(self.model, asked.expanded, **features).log_softmax(-1)
+    def logprobs(self, asked: Prompt) -> tuple[Tensor, float]:
+        """[len(expanded), vocabulary] of the token after each one, and the bound on it."""
+        if asked not in self._known:
+            self._known[asked] = self._logprobs(asked)
+        return self._known[asked]
+
+    def _logprobs(self, asked: Prompt) -> tuple[Tensor, float]:
+        double = {k: v.double() if v.is_floating_point() else v
+                  for k, v in asked.features.items()}  # fmt: skip
+        wanted = hf_oracle.logits(self.double, asked.expanded, **double).log_softmax(-1)
+        single = hf_oracle.logits(self.single, asked.expanded, **asked.features).log_softmax(-1)
+        return wanted, min(2 * (single - wanted).abs().max().item(), BOUND)
+
+    def check_next(self, found: Tensor, asked: Prompt) -> None:
+        """Assert the log-probabilities [vocabulary] of the token after the prompt."""
+        wanted, bound = self.logprobs(asked)
+        assert (found - wanted[-1]).abs().max() <= bound
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +145,10 @@ def next_logprobs(engine: Engine, asked: list[Prompt]) -> list[Tensor]:
     return [dense(out.outputs[0].logprobs)[0] for out in outputs]
 
 
-def cases(folder: Path) -> dict[str, Prompt]:
+@pytest.fixture(scope="module")
+def cases(omni: Path) -> dict[str, Prompt]:
     """Every way of mixing: the 16-pixel patches of these pictures take 6 to 30 tokens each."""
+    folder = omni
     a, b = picture(20, 27), picture(31, 45)
     clip, long_clip = tone(4_321), tone(30_000, seed=1)
     return {
@@ -139,9 +164,6 @@ def cases(folder: Path) -> dict[str, Prompt]:
     }
 
 
-NAMES = ("image", "image first", "image last", "one pixel", "audio", "image and audio",
-         "audio and image", "two images", "neighbours")  # fmt: skip
-
 CUTS = {
     "one shot": {"block_size": 16},
     # Smaller than any picture: openers, slots and text all fall on borders of chunks.
@@ -151,34 +173,39 @@ CUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cut", CUTS)
 def test_prompt_logprobs(
-    engines: Callable[..., Engine], truth: Truth, omni: Path, cut: str, name: str
+    engines: Callable[..., Engine], truth: Truth, cases: dict[str, Prompt], cut: str
 ) -> None:
-    asked = cases(omni)[name]
-    (out,) = run(engines(**CUTS[cut]), [asked], max_tokens=1, prompt_logprobs=-1, logprobs=-1)
-    assert list(out.prompt_token_ids) == asked.expanded
-    wanted = truth.logprobs(asked)
-    found = torch.cat((dense(out.prompt_logprobs[1:]), dense(out.outputs[0].logprobs)))
-    assert found.shape == wanted.shape
-    assert (found - wanted).abs().max() <= BOUND
+    # One after the other, so that chunks fall where the sizes say.
+    for name, asked in cases.items():
+        (out,) = run(engines(**CUTS[cut]), [asked], max_tokens=1, prompt_logprobs=-1, logprobs=-1)
+        assert list(out.prompt_token_ids) == asked.expanded
+        wanted, bound = truth.logprobs(asked)
+        found = torch.cat((dense(out.prompt_logprobs[1:]), dense(out.outputs[0].logprobs)))
+        assert found.shape == wanted.shape
+        assert (found - wanted).abs().max() <= bound, name
 
 
-def test_mixed_requests_at_once(engines: Callable[..., Engine], truth: Truth, omni: Path) -> None:
-    asked = [*cases(omni).values(), Prompt(omni, prompt(40))]
+def test_mixed_requests_at_once(
+    engines: Callable[..., Engine], truth: Truth, cases: dict[str, Prompt], omni: Path
+) -> None:
+    asked = [*cases.values(), Prompt(omni, prompt(40))]
     engine = engines(block_size=16)
     engine.forget_prefixes()
-    for found, wanted in zip(next_logprobs(engine, asked), map(truth.logprobs, asked), strict=True):
-        assert (found - wanted[-1]).abs().max() <= BOUND
+    for found, one in zip(next_logprobs(engine, asked), asked, strict=True):
+        truth.check_next(found, one)
 
 
-def test_greedy_continuation(engines: Callable[..., Engine], truth: Truth, omni: Path) -> None:
-    asked = cases(omni)["image and audio"]
+def test_greedy_continuation(
+    engines: Callable[..., Engine], truth: Truth, cases: dict[str, Prompt]
+) -> None:
+    asked = cases["image and audio"]
     (out,) = run(engines(block_size=16), [asked], max_tokens=5)
     for token in out.outputs[0].token_ids:
-        assert token == int(truth.logprobs(asked)[-1].argmax())
-        asked.expanded.append(token)
+        assert token == int(truth.logprobs(asked)[0][-1].argmax())
+        asked = copy(asked)
+        asked.expanded = [*asked.expanded, token]
 
 
 def test_prefix_hits_know_the_picture(
@@ -188,19 +215,16 @@ def test_prefix_hits_know_the_picture(
     engine.forget_prefixes()
     first, second = picture(60, 90), picture(60, 90)[::-1].copy()
 
-    def ask(image: np.ndarray, tail: list[int]) -> tuple[float, float]:
+    def hits(image: np.ndarray, tail: list[int]) -> int:
         asked = Prompt(omni, prompt(10), image, prompt(30), tail)
-        before = engine.counter("vllm:prefix_cache_hits")
-        (found,) = next_logprobs(engine, [asked])
-        error = (found - truth.logprobs(asked)[-1]).abs().max().item()
-        return error, engine.counter("vllm:prefix_cache_hits") - before
+        (out,) = run(engine, [asked], max_tokens=1, logprobs=-1)
+        truth.check_next(dense(out.outputs[0].logprobs)[0], asked)
+        return out.num_cached_tokens
 
-    assert ask(first, [1, 2, 3]) == (pytest.approx(0, abs=BOUND), 0)
+    assert hits(first, [1, 2, 3]) == 0
     # The same ids with another picture must not hit behind its opener.
-    assert ask(second, [1, 2, 3]) == (pytest.approx(0, abs=BOUND), 0)
-    error, hits = ask(first, [4, 5])
-    assert error <= BOUND
-    assert hits >= 96
+    assert hits(second, [1, 2, 3]) == 0
+    assert hits(first, [4, 5]) >= 96
 
 
 def test_a_repeated_picture_is_processed_once(
@@ -218,7 +242,7 @@ def test_a_repeated_picture_is_processed_once(
     for tail in ([1], [2]):
         asked = Prompt(omni, prompt(3), image, prompt(2), tail)
         (found,) = next_logprobs(engine, [asked])
-        assert (found - truth.logprobs(asked)[-1]).abs().max() <= BOUND
+        truth.check_next(found, asked)
     assert len(calls) == 1
 
 
@@ -238,7 +262,7 @@ def test_a_request_may_set_the_scale(
     )[0]
     assert list(out.prompt_token_ids) == asked.expanded
     found = dense(out.outputs[0].logprobs)[0]
-    assert (found - truth.logprobs(asked)[-1]).abs().max() <= BOUND
+    truth.check_next(found, asked)
 
 
 def _one_token() -> Any:
@@ -259,13 +283,12 @@ BAD = {
     "whole numbers": ({"audio": np.zeros(900, np.int16)}, "found int16"),
     "second image": ({"image": [Image.new("RGB", (4, 4))] * 2}, "found 1 for 2"),
     "wrong modality": ({"audio": tone(900)}, "found 0 for 1"),
-    "video": ({"video": np.zeros((2, 8, 8, 3), np.uint8)}, "video"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_a_sentence_and_harms_nobody(
-    engines: Callable[..., Engine], truth: Truth, omni: Path, name: str
+    engines: Callable[..., Engine], truth: Truth, cases: dict[str, Prompt], omni: Path, name: str
 ) -> None:
     limits = {"max_image_tokens": 900, "max_audio_tokens": 50}
     engine = engines(block_size=16, mm_processor_kwargs=limits)
@@ -275,13 +298,15 @@ def test_bad_input_is_a_sentence_and_harms_nobody(
     with pytest.raises(ValueError, match=message):
         engine.llm.generate([{"prompt_token_ids": ids, "multi_modal_data": data}],
                             use_tqdm=False, sampling_params=_one_token())  # fmt: skip
-    asked = cases(omni)["image"]
+    asked = cases["image"]
     (found,) = next_logprobs(engine, [asked])
-    assert (found - truth.logprobs(asked)[-1]).abs().max() <= BOUND
+    truth.check_next(found, asked)
 
 
-def test_unknown_options_are_refused(engines: Callable[..., Engine], omni: Path) -> None:
-    asked = cases(omni)["image"]
+def test_unknown_options_are_refused(
+    engines: Callable[..., Engine], cases: dict[str, Prompt], omni: Path
+) -> None:
+    asked = cases["image"]
     wrong = {**asked.input, "mm_processor_kwargs": {"max_image_tokens": 10**9}}
     with pytest.raises(ValueError, match=r"takes rescale_image_frac, .*; found max_image_tokens"):
         engines(block_size=16).llm.generate([wrong], use_tqdm=False, sampling_params=_one_token())
