@@ -1,0 +1,152 @@
+"""Every small op of the Triton tier on this machine's GPU: contract, guards, graph replay.
+
+Inputs are seeded draws, so no test library is needed: `python -m tests.gpu.test_small_ops_gpu`
+runs everything where pytest is absent.
+"""
+
+import time
+
+import pytest
+import torch
+
+from benchmarks.small_ops_shapes import OPS, RANKS, arguments
+from inkling_portable.agreement import convert, disagreements, run
+from inkling_portable.backends.triton import OFFERS
+from inkling_portable.inputs import SeededDraw
+from inkling_portable.registry import check_schema, contract
+from tests.guards import broken_guards, guarded
+
+SEEDS = 40
+ROWS = ((1, True), (16, True), (64, True), (700, False))
+RANK_NAMES = ("large-tp8-global", "large-tp8-local", "small-tp1-global")
+
+
+def provider(op):
+    offer = next(row for row in OFFERS if row.op == op and row.provider == "triton")
+    function = offer.load()
+    check_schema(contract(op), function, offer.code)
+    return function
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_contract_on_drawn_inputs(op: str) -> None:
+    """Small odd shapes, float32 and bfloat16, strided caches, NaN in padding rows."""
+    function = provider(op)
+    for seed in range(SEEDS):
+        drawn = contract(op).inputs(SeededDraw(seed))
+        assert not disagreements(contract(op), function, drawn, device="cuda"), (op, seed)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_contract_on_served_shapes(op: str) -> None:
+    """The shapes that one rank of a served model has, decode and prefill."""
+    for name in RANK_NAMES:
+        for rows, decode in ROWS:
+            if op == "skinny_linear" and rows > 16:
+                continue
+            torch.manual_seed(rows)
+            served = arguments(op, rows, RANKS[name], "cuda", decode)
+            assert not disagreements(contract(op), provider(op), served), (op, name, rows)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_nothing_outside_the_arguments_is_touched(op: str) -> None:
+    """Arguments lie between NaN or impossible indices; results stay right, guards stay."""
+    for seed in range(10):
+        drawn = {k: convert(v, device="cuda") for k, v in
+                 contract(op).inputs(SeededDraw(1000 + seed)).items()}  # fmt: skip
+        plain = run(provider(op), contract(op), drawn)
+        fenced = {k: guarded(v) for k, v in drawn.items()}
+        returned = provider(op)(**fenced)
+        torch.cuda.synchronize()
+        got = list(returned) if isinstance(returned, tuple) else [returned]
+        got = [x.cpu() for x in got if x is not None] + [fenced[k].cpu() for k in
+                                                        contract(op).mutates]  # fmt: skip
+        assert not broken_guards(fenced), (op, seed)
+        for mine, other in zip(got, plain, strict=True):
+            assert torch.equal(mine.nan_to_num(7e7), other.nan_to_num(7e7)), (op, seed)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_graph_replay_equals_eager(op: str) -> None:
+    """Bit for bit, with inputs replaced between capture and replay."""
+    for rows, decode in ((1, True), (16, True), (700, False)):
+        if op == "skinny_linear" and rows > 16:
+            continue
+        torch.manual_seed(rows)
+        rank = RANKS["large-tp8-global"]
+        first = arguments(op, rows, rank, "cuda", decode)
+        second = arguments(op, rows, rank, "cuda", decode)
+        eager = run(provider(op), contract(op), second)
+        provider(op)(**{k: convert(v) for k, v in first.items()})  # compiles before the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            returned = provider(op)(**first)
+        for key, value in second.items():
+            if isinstance(value, torch.Tensor):
+                first[key].copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        got = list(returned) if isinstance(returned, tuple) else [returned]
+        got = [x.cpu() for x in got if x is not None]
+        got += [first[k].cpu() for k in contract(op).mutates]
+        for mine, other in zip(got, eager, strict=True):
+            assert torch.equal(mine.nan_to_num(7e7), other.nan_to_num(7e7)), (op, rows)
+
+
+def test_dependent_launch_changes_nothing() -> None:
+    """A chain of ops gives the same bits with programmatic dependent launch, where there is one."""
+    from inkling_portable.backends.triton._common import dependent_launch
+    from inkling_portable.backends.triton.experts import gate_logits, route, swiglu
+    from inkling_portable.backends.triton.norm import rms_norm
+    from inkling_portable.backends.triton.skinny_linear import skinny_linear
+
+    torch.manual_seed(0)
+    a = arguments("conv_residual_norm", 1, RANKS["large-tp8-global"], "cuda")
+    gate = arguments("gate_logits", 1, RANKS["large-tp8-global"], "cuda")["weight"]
+    wide = arguments("skinny_linear", 1, RANKS["large-tp8-global"], "cuda", layer="sinks")["weight"]
+    bias, one = torch.zeros(256, device="cuda"), torch.ones(1, device="cuda")
+
+    def chain() -> list[torch.Tensor]:
+        x, outputs = a["partial"], []
+        for _ in range(30):
+            x, _ = rms_norm(x, a["norm_weight"], 1e-6, a["residual"])
+            weights, ids, _ = route(gate_logits(x, gate), bias, one, 6, 8.0)
+            inner = swiglu(skinny_linear(x, wide), True, None)
+            x = torch.cat([inner * weights[0, 0], x], dim=1)[:, : x.shape[1]].contiguous()
+            outputs += [x, ids]
+        return outputs
+
+    plain = chain()
+    for _ in range(20):
+        with dependent_launch():
+            overlapped = chain()
+        torch.cuda.synchronize()
+        for mine, other in zip(overlapped, plain, strict=True):
+            assert torch.equal(mine, other)
+
+
+def main() -> None:
+    checks = (test_contract_on_drawn_inputs, test_contract_on_served_shapes,
+              test_nothing_outside_the_arguments_is_touched,
+              test_graph_replay_equals_eager)  # fmt: skip
+    failed = 0
+    for check in checks:
+        for op in OPS:
+            start = time.perf_counter()
+            try:
+                check(op)
+                verdict = "ok"
+            except Exception as error:
+                failed += 1
+                verdict = f"FAILED {type(error).__name__}: {error}"
+            print(f"{check.__name__} {op} {time.perf_counter() - start:.1f} s {verdict}",
+                  flush=True)  # fmt: skip
+    test_dependent_launch_changes_nothing()
+    print("test_dependent_launch_changes_nothing ok")
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()
