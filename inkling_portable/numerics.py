@@ -56,10 +56,13 @@ class Tolerance:
             snr = float(10 * torch.log10((t**2).sum().clamp_min(1e-300) / noise))
             return f"SNR {snr:.1f} dB is below {self.amount} dB" if snr < self.amount else None
         step = torch.finfo(got.dtype).eps * scale
+        # Sums are float32. Where storage is no narrower than that, the intermediate roundings of
+        # a norm or a gain show too, and the baseline may be lucky in all of them.
+        steps = 1 if got.dtype.itemsize < 4 else 4
         if self.kind == "ulps":
             allowed = self.amount * step
         else:
-            allowed = self.amount * (b - t).abs().amax(dim=-1) + step
+            allowed = self.amount * (b - t).abs().amax(dim=-1) + steps * step
         excess = error - allowed
         worst = int(excess.argmax())
         if float(excess[worst]) > 0:
@@ -84,13 +87,13 @@ def ulps(count: float, why: str) -> Tolerance:
 
 
 def within_twice_baseline() -> Tolerance:
-    """No worse than twice what the same maths costs in the serving dtype, plus one rounding step.
+    """No worse than twice what the same maths costs in the serving dtype, plus a rounding step.
 
     The step covers rows in which the baseline happens to be exact: another summation order may
     still move the stored value to its neighbour.
     """
     return Tolerance(
-        "twice", 2, "twice the reference's own error in this dtype, and one rounding step"
+        "twice", 2, "twice the reference's own error in this dtype, and a rounding step"
     )
 
 

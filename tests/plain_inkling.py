@@ -99,8 +99,14 @@ class PlainInkling:
         contexts = [self.lengths[i] for i in ids] if contexts is None else contexts
         batch = make_batch(lengths, contexts, padding)
         conv_pages, conv_slots = self.conv.step(batch, ids)
+        sources = torch.empty(batch.rows, self.text.conv_taps - 1, dtype=torch.int64)
+        cells = self.conv.page * (1 + sum(len(t) for t in self.conv.tables))
+        self.ops.conv_sources(
+            batch.q_starts, batch.kv_lens, conv_pages, conv_slots, self.conv.page,
+            torch.zeros(cells, dtype=torch.int32), sources,
+        )  # fmt: skip
         kv_pages, kv_slots = self.kv.step(batch, ids)
-        return {"batch": batch, "conv_pages": conv_pages, "conv_slots": conv_slots,
+        return {"batch": batch, "sources": sources, "conv_slots": conv_slots,
                 "kv_pages": kv_pages, "kv_slots": kv_slots}  # fmt: skip
 
     def forward(self, ids: list[int], tokens: list[list[int]], padding: int = 0,
@@ -132,11 +138,6 @@ class PlainInkling:
         g, batch, caches = self.geometry[name], step["batch"], self.caches[name]
         attn = f"{name}.attn"
         projections = [self.w(f"{attn}.{p}.weight") for p in ("wq_du", "wk_dv", "wv_dv", "wr_du")]
-        common = {
-            "requests": batch.requests,
-            "q_starts": batch.q_starts,
-            "positions": batch.positions,
-        }
         q, rel = self.ops.qkvr_prep(
             normed @ torch.cat(projections).T,
             self.w(f"{attn}.k_sconv.weight").flatten(1),
@@ -150,11 +151,11 @@ class PlainInkling:
             caches["k_state"],
             caches["v_state"],
             step["conv_slots"],
-            step["conv_pages"],
+            step["sources"],
             caches["k"],
             caches["v"],
             step["kv_slots"],
-            **common,
+            batch.positions,
         )
         out = torch.empty_like(q)
         longest = max([0, *batch.lengths])
@@ -173,10 +174,9 @@ class PlainInkling:
 
     def _end(self, branch: Tensor, residual: Tensor, conv: str, norm: Tensor | None, state: Tensor,
              step: dict[str, Any]) -> tuple[Tensor, Tensor]:  # fmt: skip
-        batch = step["batch"]
         normed, residual = self.ops.conv_residual_norm(
             branch, None, residual, self.w(conv).flatten(1), norm, EPS, state, step["conv_slots"],
-            step["conv_pages"], batch.requests, batch.q_starts, batch.positions, "",
+            step["sources"], "",
         )  # fmt: skip
         return normed, residual
 

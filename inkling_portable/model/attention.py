@@ -145,8 +145,7 @@ class InklingAttention(CacheLayer):
             qkvr, self.k_sconv.weight, self.v_sconv.weight, self.q_norm.weight,
             self.k_norm.weight, self.rel_logits_proj.proj, self.eps, self.log_floor,
             self.log_alpha, conv.streams[K], conv.streams[V], conv_meta.slots[:rows],
-            conv_meta.pages, self.keys, self.values, meta.slots[:rows],
-            conv_meta.requests[:rows], conv_meta.q_starts, positions,
+            conv_meta.sources[:rows], self.keys, self.values, meta.slots[:rows], positions,
         )  # fmt: skip
         self._attend(q, rel, out)
         return self.wo_ud(out.view(rows, -1))

@@ -67,10 +67,10 @@ class DecoderLayer(nn.Module):
         """
         branch = self.attn(normed, positions)
         normed, residual = self.attn_sconv(
-            branch, None, residual, self.mlp_norm.weight, positions
+            branch, None, residual, self.mlp_norm.weight
         )
         first, second = self.mlp(normed)
-        return self.mlp_sconv(first, second, residual, next_norm, positions)
+        return self.mlp_sconv(first, second, residual, next_norm)
 
 
 class Embedding(nn.Module):

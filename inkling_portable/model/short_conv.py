@@ -37,31 +37,38 @@ K, V, ATTENTION, MLP = range(4)
 class ConvMetadata:
     """One step of one cache group; rows are padded to the widest step, so slice by row count."""
 
-    pages: Tensor  # [B, P] int32
-    q_starts: Tensor  # [B + 1] int32
     slots: Tensor  # [rows] int64, -1 in padding
-    requests: Tensor  # [rows] int32, -1 in padding
+    sources: Tensor  # [rows, K - 1] int64: where each row's earlier taps are, see op conv_sources
 
 
 class ConvMetadataBuilder(MetadataBuilder):
-    """Maps rows to requests once for all layers of a group, in buffers of fixed address."""
+    """Finds the taps of a step's rows once for a group's layers, in buffers of fixed address."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.slots = torch.full((self.rows,), -1, dtype=torch.int64, device=self.device)
-        self.requests = torch.full((self.rows,), -1, dtype=torch.int32, device=self.device)
-        self.token_requests = self.layers[0].ops.token_requests
+        state = self.layers[0]
+        self.sources = torch.full(
+            (self.rows, state.taps - 1), -1, dtype=torch.int64, device=self.device
+        )
+        self.rows_of = torch.empty(0, dtype=torch.int32, device=self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> ConvMetadata:  # fmt: skip
-        step = common_attn_metadata
-        self.token_requests(step.query_start_loc, self.requests)
+        step, state = common_attn_metadata, self.layers[0]
+        rows = step.slot_mapping.shape[0]
         fill_slots(self.slots, step.slot_mapping)
-        return ConvMetadata(
-            step.block_table_tensor, step.query_start_loc, self.slots, self.requests
-        )
+        if self.rows_of.shape[0] != state.cells:  # the cache is bound after the builder is made
+            self.rows_of = self.slots.new_zeros(state.cells, dtype=torch.int32)
+        if state.cells:
+            state.ops.conv_sources(
+                step.query_start_loc, step.seq_lens, step.block_table_tensor, self.slots[:rows],
+                state.block, self.rows_of, self.sources[:rows],
+            )  # fmt: skip
+            self.sources[rows:].fill_(-1)
+        return ConvMetadata(self.slots, self.sources)
 
 
 def fill_slots(buffer: Tensor, slots: Tensor) -> None:
@@ -109,6 +116,7 @@ class ConvState(CacheLayer):
         # instead of padding pages.
         self.cell = 1 << (sum(widths) - 1).bit_length()
         self.streams: tuple[Tensor, ...] = ()
+        self.block = self.cells = 0
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         return SlidingWindowSpec(
@@ -122,6 +130,8 @@ class ConvState(CacheLayer):
 
     def on_bound(self, cache: Tensor) -> None:
         tokens_first = cache.transpose(1, 2)  # [blocks, block, G, cell]
+        self.block = cache.shape[2]
+        self.cells = cache.shape[0] * self.block
         self.streams = tuple(tokens_first[..., at : at + width] for at, width in self.parts)
         self.ops = self.settings.ops(cache.shape[2])
 
@@ -146,9 +156,8 @@ class BranchEnd(ShortConv):
         self.eps = settings.text.norm_eps
 
     def forward(
-        self, partial: Tensor, extra: Tensor | None, residual: Tensor, norm: Tensor | None,
-        positions: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, partial: Tensor, extra: Tensor | None, residual: Tensor, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """partial, extra, residual [T, H]; norm [H] or None -> (normed [T, H], residual [T, H])."""
         (state,) = self._state
         step = step_metadata()
@@ -158,8 +167,7 @@ class BranchEnd(ShortConv):
         meta: ConvMetadata = step[state.prefix]
         return state.ops.conv_residual_norm(
             partial, extra, residual, self.weight, norm, self.eps, state.streams[self.stream],
-            meta.slots[:rows], meta.pages, meta.requests[:rows], meta.q_starts, positions,
-            self.group,
+            meta.slots[:rows], meta.sources[:rows], self.group,
         )  # fmt: skip
 
     def _without_state(

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inkling_portable.agreement import run
-from inkling_portable.backends.reference.batch import draw_batch, draw_pages, make_batch
+from inkling_portable.backends.reference.batch import Paged, draw_batch, draw_pages, make_batch
+from inkling_portable.backends.reference.short_conv import sources_of
 from inkling_portable.registry import contract
 from tests.hypothesis_draw import HypothesisDraw
 
 PAGED = {
     "rel_attention": (("k_cache", "v_cache"), ("pages",), ()),
-    "conv_residual_norm": (("state",), ("pages",), ("slots",)),
+    "conv_residual_norm": (("state",), (), ("slots", "sources")),
 }
 
 
@@ -43,15 +44,19 @@ def test_renaming_pages_changes_nothing(data: st.DataObject, name: str) -> None:
     for table in tables:
         renamed[table] = new_of[arguments[table].long()].int()
     for slot in slots:
-        old = arguments[slot]
-        renamed[slot] = torch.where(
-            old < 0, old, new_of[old.clamp_min(0) // page] * page + old % page
-        )
+        renamed[slot] = renamed_slots(arguments[slot], slot == "sources", new_of, page)
     before, after = call(name, arguments), call(name, renamed)
     if name == "conv_residual_norm":
         before[2] = before[2][old_of]
     for x, y in zip(before, after, strict=True):
         assert torch.equal(x.nan_to_num(7e7), y.nan_to_num(7e7))
+
+
+def renamed_slots(old: Tensor, sources: bool, new_of: Tensor, page: int) -> Tensor:
+    """Slots (or sources, which hold a slot s as -2 - s) after pages got new names."""
+    slot = -2 - old if sources else old
+    new = new_of[slot.clamp_min(0) // page] * page + slot.clamp_min(0) % page
+    return torch.where(slot < 0, old, -2 - new if sources else new)
 
 
 @given(data=st.data())
@@ -93,8 +98,8 @@ def test_the_conv_state_makes_any_cut_equal(data: st.DataObject) -> None:
         slots = torch.cat([paged.slots[first:last], torch.tensor([-1])])
         rows = torch.cat([x[first:last], torch.full((1, width), float("nan"))]).double()
         extra = torch.cat([residual[first:last], residual[:1]]).double()
-        _, out = conv(rows, None, extra, weight.double(), None, 1e-6, into, slots, paged.pages,
-                      batch.requests, batch.q_starts, batch.positions, "")  # fmt: skip
+        sources = sources_of(batch, Paged(paged.page, paged.count, paged.pages, slots), taps)
+        _, out = conv(rows, None, extra, weight.double(), None, 1e-6, into, slots, sources, "")
         return out[: last - first]
 
     one = step(0, length, state.clone())
@@ -119,8 +124,9 @@ def test_a_verified_draft_leaves_no_trace(data: st.DataObject) -> None:
     def run_rows(first: int, rows: Tensor, state: Tensor) -> Tensor:
         b = make_batch([len(rows)], [first])
         slots = paged.slots[first : first + len(rows)]
-        return conv(rows, None, torch.zeros_like(rows), weight, None, 1e-6, state, slots, paged.pages,
-                    b.requests, b.q_starts, b.positions, "")[1]  # fmt: skip
+        sources = sources_of(b, Paged(4, paged.count, paged.pages, slots), 4)
+        zero = torch.zeros_like(rows)
+        return conv(rows, None, zero, weight, None, 1e-6, state, slots, sources, "")[1]
 
     clean = torch.zeros(paged.count, 4, 1, width, dtype=torch.float64)
     dirty = clean.clone()
@@ -135,8 +141,19 @@ def test_a_verified_draft_leaves_no_trace(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-def test_requests_are_mapped_for_any_lengths(data: st.DataObject) -> None:
-    batch = draw_batch(HypothesisDraw(data))
-    out = torch.full((batch.rows,), -9, dtype=torch.int32)
-    contract("token_requests").reference(batch.q_starts, out)
-    assert out.tolist() == batch.requests.tolist()
+def test_sources_name_the_rows_and_slots_of_earlier_positions(data: st.DataObject) -> None:
+    """Follow every source back to the (request, position) it stands for, in plain Python."""
+    draw = HypothesisDraw(data)
+    batch = draw_batch(draw)
+    paged = draw_pages(draw, batch, page=draw.choice((4, 8, 5)), window=4, share=True)
+    sources = sources_of(batch, paged, 4).tolist()
+    slot_at = paged.slots.tolist()
+    for t, taps in enumerate(sources):
+        for j, source in enumerate(taps):
+            position = int(batch.positions[t]) - (3 - j)
+            if t >= batch.tokens or position < 0:
+                assert source == -1
+                continue
+            table = paged.pages[int(batch.requests[t])].tolist()
+            slot = table[position // paged.page] * paged.page + position % paged.page
+            assert source == (slot_at.index(slot) if slot in slot_at else -2 - slot)

@@ -9,7 +9,7 @@ import torch
 from inkling_portable.backends.reference.attention import qkvr_prep, rel_attention
 from inkling_portable.backends.reference.batch import make_batch
 from inkling_portable.backends.reference.experts import route, swiglu
-from inkling_portable.backends.reference.short_conv import causal_conv
+from inkling_portable.backends.reference.short_conv import causal_conv, conv_sources
 from inkling_portable.commands.tiny import write_tiny
 from inkling_portable.registry import Facts, resolve
 from inkling_portable.target import Target
@@ -178,9 +178,26 @@ def test_conv_by_hand() -> None:
     table = torch.tensor([[2, 1]], dtype=torch.int32)
     slots = torch.tensor([8, 9, 10, 11, 4])
     taps = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
-    y = causal_conv(x, taps, state, slots, table, batch.requests, batch.q_starts, batch.positions)
+    sources = torch.empty(5, 3, dtype=torch.int64)
+    conv_sources(batch.q_starts, batch.kv_lens, table, slots, 4, torch.zeros(12).int(), sources)
+    assert sources.tolist() == [[-1, -1, -1], [-1, -1, 0], [-1, 0, 1], [0, 1, 2], [1, 2, 3]]
+    y = causal_conv(x, taps, state, slots, sources)
     torch.testing.assert_close(y.flatten(), torch.tensor([1.4, 3.1, 5.0, 7.0, 9.0]))
     assert state[2].flatten().tolist() == [1, 2, 3, 4] and state[1, 0].item() == 5
+
+
+def test_a_prefix_computed_in_the_same_step_is_taken_from_its_rows() -> None:
+    """The engine shares a prefix between requests of one step; the state does not hold it yet."""
+    batch = make_batch([4, 2], [0, 4])
+    table = torch.tensor([[2, 0], [2, 1]], dtype=torch.int32)
+    slots = torch.tensor([8, 9, 10, 11, 4, 5])
+    stale = torch.full((12,), 3, dtype=torch.int32)
+    sources = torch.empty(6, 3, dtype=torch.int64)
+    conv_sources(batch.q_starts, batch.kv_lens, table, slots, 4, stale, sources)
+    assert sources[4:].tolist() == [[1, 2, 3], [2, 3, 4]]
+    alone = make_batch([2], [4])
+    conv_sources(alone.q_starts, alone.kv_lens, table[1:], slots[4:], 4, stale, sources[:2])
+    assert sources[:2].tolist() == [[-11, -12, -13], [-12, -13, 0]]
 
 
 def test_gate_by_hand() -> None:
@@ -222,15 +239,13 @@ def test_interleaved_gate_and_up_by_hand() -> None:
 )
 def test_log_length_gain_by_hand(p: int, gain: float) -> None:
     d, taps = 4, torch.zeros(4, 4)
-    batch = make_batch([1], [p])
     empty = torch.zeros(1, 4, 1, d)
     none = torch.full((1,), -1)
-    table = torch.zeros(1, 1 + p // 4, dtype=torch.int32)
     qkvr = torch.ones(1, 3 * d + 2)
     q, rel = qkvr_prep(
         qkvr, taps, taps, torch.ones(d), torch.ones(d), torch.ones(2, 3), 0.0, 128000.0, 0.1,
-        empty, empty.clone(), none, table, empty.clone(), empty.clone(), none,
-        batch.requests, batch.q_starts, batch.positions,
+        empty, empty.clone(), none, torch.full((1, 3), -1), empty.clone(), empty.clone(), none,
+        torch.tensor([p]),
     )  # fmt: skip
     torch.testing.assert_close(q.flatten(), torch.full((d,), gain), rtol=1e-6, atol=0)
     torch.testing.assert_close(rel.flatten(), torch.full((3,), 2 * gain), rtol=1e-6, atol=0)

@@ -9,7 +9,7 @@ OFFERS: tuple[Offer, ...] = (
     offer("embed_norm", "reference", ".norm:embed_norm"),
     offer("embed_norm_chain", "reference", ".norm:embed_norm_chain"),
     offer("concat_norms", "reference", ".norm:concat_norms"),
-    offer("token_requests", "reference", ".short_conv:token_requests"),
+    offer("conv_sources", "reference", ".short_conv:conv_sources"),
     offer("conv_residual_norm", "reference", ".short_conv:conv_residual_norm"),
     offer("qkvr_prep", "reference", ".attention:qkvr_prep"),
     offer("rel_attention", "reference", ".attention:rel_attention"),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from inkling_portable.backends.reference._common import acc, rms, store
 from inkling_portable.backends.reference.batch import draw_batch, draw_pages, poison
-from inkling_portable.backends.reference.short_conv import Taps
+from inkling_portable.backends.reference.short_conv import causal_conv, sources_of
 from inkling_portable.inputs import Draw
 from inkling_portable.numerics import exact, within_twice_baseline
 from inkling_portable.registry import op
@@ -23,7 +23,7 @@ def _prep_inputs(draw: Draw) -> dict[str, Any]:
     dtype, batch = draw.choice(DTYPES), draw_batch(draw)
     (heads, kv_heads), width = draw.choice(HEADS), draw.choice((16, 64, 128))
     d_rel, extent, taps = draw.choice((8, 16)), draw.choice((16, 40, 128)), 4
-    conv = draw_pages(draw, batch, page=draw.choice((4, 8, 5)), window=4)
+    conv = draw_pages(draw, batch, page=draw.choice((4, 8, 5)), window=4, share=True)
     kv = draw_pages(draw, batch, page=draw.choice((16, 64, 128)))
     total = heads * (width + d_rel) + 2 * kv_heads * width
     return {
@@ -39,12 +39,10 @@ def _prep_inputs(draw: Draw) -> dict[str, Any]:
         "k_state": conv.cache(draw, kv_heads, width, dtype),
         "v_state": conv.cache(draw, kv_heads, width, dtype),
         "conv_slots": conv.slots,
-        "conv_pages": conv.pages,
+        "conv_sources": sources_of(batch, conv, taps),
         "k_cache": kv.cache(draw, kv_heads, width, dtype),
         "v_cache": kv.cache(draw, kv_heads, width, dtype),
         "kv_slots": kv.slots,
-        "requests": batch.requests,
-        "q_starts": batch.q_starts,
         "positions": batch.positions,
     }
 
@@ -68,22 +66,21 @@ def qkvr_prep(
     k_state: Tensor,
     v_state: Tensor,
     conv_slots: Tensor,
-    conv_pages: Tensor,
+    conv_sources: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     kv_slots: Tensor,
-    requests: Tensor,
-    q_starts: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """From the fused projection to attention's inputs and caches (spec 2.2, steps 3 to 6).
 
     qkvr [T, Hq*D + 2*Hkv*D + Hq*d_rel], order q, k, v, r; k_conv, v_conv [Hkv*D, K]; q_norm,
     k_norm [D]; rel_proj [d_rel, Ext]; k_state, v_state [blocks, block, Hkv, D]; k_cache, v_cache
-    [pages, page, Hkv, D]; slots and batch arguments as in the conv contract. log_floor 0 turns the
-    log-length gain off, else q and rel are multiplied by 1 + log_alpha * ln(max((p+1)/floor, 1)).
-    -> (q [T, Hq, D], rel [T, Hq, Ext]). The caches get the convolved, normed key and
-    the convolved value.
+    [pages, page, Hkv, D]; conv_slots, kv_slots, positions [T] int64; conv_sources [T, K - 1] as in
+    the conv contract. log_floor 0 turns the log-length gain off, else q and rel are multiplied by
+    1 + log_alpha * ln(max((p+1)/floor, 1)).
+    -> (q [T, Hq, D], rel [T, Hq, Ext]). The caches get the convolved, normed key and the convolved
+    value.
     """
     rows, d_rel = qkvr.shape[0], rel_proj.shape[0]
     kv_heads, width = k_cache.shape[2], q_norm.shape[0]
@@ -91,9 +88,8 @@ def qkvr_prep(
     q, k, v, r = qkvr.split(
         [heads * width, kv_heads * width, kv_heads * width, heads * d_rel], dim=1
     )
-    if rows and q_starts.numel() > 1:
-        taps = Taps(k_state.shape[1], k_conv.shape[1], conv_slots, conv_pages, requests, positions)
-        k, v = taps.convolve(k, k_conv, k_state), taps.convolve(v, v_conv, v_state)
+    k = causal_conv(k, k_conv, k_state, conv_slots, conv_sources)
+    v = causal_conv(v, v_conv, v_state, conv_slots, conv_sources)
     q = rms(q.reshape(rows, heads, width), q_norm, eps)
     k = rms(k.reshape(rows, kv_heads, width), k_norm, eps)
     rel = store(acc(r.reshape(rows, heads, d_rel)) @ acc(rel_proj), qkvr)

@@ -36,7 +36,9 @@ def draw_batch(draw: Draw, max_context: int = 70, max_new: int = 20) -> Batch:
     kinds = [draw.choice(("decode", "verify", "prefill", "empty")) for _ in range(count)]
     longest = {"decode": (1, 1), "verify": (2, 9), "prefill": (1, max_new), "empty": (0, 0)}
     lengths = [draw.integer(*longest[kind]) for kind in kinds]
-    contexts = [draw.integer(0, max_context) for _ in kinds]
+    # Multiples of eight meet the borders of small pages.
+    steps = [draw.choice((1, 8)) for _ in kinds]
+    contexts = [step * draw.integer(0, max_context // step) for step in steps]
     return make_batch(lengths, contexts, padding=draw.integer(0, 3))
 
 
@@ -78,10 +80,11 @@ class Paged:
         return draw.tensor((self.count, self.page, heads, 2 * width), dtype, kind)[..., :width]
 
 
-def draw_pages(draw: Draw, batch: Batch, page: int, window: int = 0) -> Paged:
+def draw_pages(draw: Draw, batch: Batch, page: int, window: int = 0, share: bool = False) -> Paged:
     """A block table for `batch` in which pages are shuffled and pages behind `window` are freed.
 
-    Page 0 is the engine's null page: freed entries point at it, and no token lives there.
+    Page 0 is the engine's null page: freed entries point at it, and no token lives there. With
+    `share` a request may begin on whole pages that the request before it computes in this step.
     """
     needed = [-(-int(n) // page) for n in batch.kv_lens]
     width = max([1, *needed])
@@ -96,6 +99,10 @@ def draw_pages(draw: Draw, batch: Batch, page: int, window: int = 0) -> Paged:
         for i in range(n):
             block = order.pop()
             table[b, i] = block if i >= first else 0
+    for b in range(1, len(needed) if share else 0):
+        whole, rest = divmod(batch.contexts[b], page)
+        if rest == 0 and int(batch.kv_lens[b - 1]) >= batch.contexts[b] and draw.choice((0, 1)):
+            table[b, :whole] = table[b - 1, :whole]
     slots = torch.full((batch.rows,), -1, dtype=torch.int64)
     for t in range(batch.tokens):
         position, b = int(batch.positions[t]), int(batch.requests[t])

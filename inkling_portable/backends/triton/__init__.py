@@ -19,7 +19,7 @@ OFFERS: tuple[Offer, ...] = (
     offer("embed_norm", "triton", ".norm:embed_norm", accelerator, triton),
     offer("embed_norm_chain", "triton", ".norm:embed_norm_chain", accelerator, triton),
     offer("concat_norms", "triton", ".norm:concat_norms", accelerator, triton),
-    offer("token_requests", "triton", ".short_conv:token_requests", accelerator, triton),
+    offer("conv_sources", "triton", ".short_conv:conv_sources", accelerator, triton),
     offer("conv_residual_norm", "triton", ".short_conv:conv_residual_norm", accelerator, triton),
     offer("qkvr_prep", "triton", ".qkvr_prep:qkvr_prep", accelerator, triton),
     offer("gate_logits", "triton", ".experts:gate_logits", accelerator, triton),

@@ -61,14 +61,10 @@ def _kv_role(
     cache_stride_h,
     cache_stride_d,
     conv_slots,
-    conv_pages,
+    sources,
     conv_page,
-    pages_stride,
     kv_slots,
     kv_page,
-    requests,
-    q_starts,
-    positions,
     rows,
     eps,
     HKV: tl.constexpr,
@@ -85,36 +81,27 @@ def _kv_role(
     live = token < rows
     column = tl.arange(0, DP)
     mask = live[:, None] & (column < D)[None, :]
-    request = tl.load(requests + token, mask=live, other=-1)
     conv_slot = tl.load(conv_slots + token, mask=live, other=-1)
     kv_slot = tl.load(kv_slots + token, mask=live, other=-1)
-    position = tl.load(positions + token, mask=live, other=0)
     channel = head[:, None] * D + column[None, :]
     here = source + token[:, None] * qkvr_stride + channel
     z = tl.load(here, mask=mask, other=0.0)
     kernel = load_weight(weight, channel, mask, weight_stride_c, weight_stride_k, TAPS - 1, PACKED)
     if NORM:
         gain = tl.load(norm + column, mask=column < D, other=0.0).to(tl.float32)
-    real = request >= 0
-    owner = tl.maximum(request, 0).to(tl.int64)
-    first = tl.load(q_starts + owner, mask=live, other=0).to(tl.int64)
+    real = conv_slot >= 0
     in_state = head[:, None] * state_stride_g + column[None, :] * state_stride_w
     wide = z.to(tl.float32)
     total = wide + tl.where(real[:, None], wide * tap_weight(kernel, PACKED, TAPS - 1), 0.0)
     for back in tl.static_range(1, TAPS):
-        older = position - back
-        usable = real & (older >= 0)
-        in_step = token - back >= first
-        from_step = (usable & in_step)[:, None] & mask
-        before = tl.load(here - back * qkvr_stride, mask=from_step, other=0.0)
-        from_cache = usable & (token - back < first)
-        at = tl.maximum(older, 0)
-        block = tl.load(
-            conv_pages + owner * pages_stride + at // conv_page, mask=from_cache, other=0
-        ).to(tl.int64)
-        cell = block * state_stride_b + (at % conv_page) * state_stride_t
+        at = tl.load(sources + token * (TAPS - 1) + TAPS - 1 - back, mask=live, other=-1)
+        from_step = (real & (at >= 0))[:, None] & mask
+        place = source + tl.maximum(at, 0)[:, None] * qkvr_stride + channel
+        before = tl.load(place, mask=from_step, other=0.0)
+        slot = tl.maximum(-2 - at, 0)
+        cell = (slot // conv_page) * state_stride_b + (slot % conv_page) * state_stride_t
         cached = tl.load(
-            state + cell[:, None] + in_state, mask=from_cache[:, None] & mask, other=0.0
+            state + cell[:, None] + in_state, mask=(real & (at < -1))[:, None] & mask, other=0.0
         )
         # One of the two is zero: they never speak for the same row.
         tap = before.to(tl.float32) + cached.to(tl.float32)
@@ -232,10 +219,8 @@ def _prep_kernel(
     k_cache,
     v_cache,
     conv_slots,
-    conv_pages,
+    conv_sources,
     kv_slots,
-    requests,
-    q_starts,
     positions,
     q_out,
     rel_out,
@@ -245,7 +230,6 @@ def _prep_kernel(
     conv_page,
     kv_page,
     qkvr_stride,
-    pages_stride,
     k_conv_stride_c,
     k_conv_stride_k,
     v_conv_stride_c,
@@ -297,8 +281,7 @@ def _prep_kernel(
             qkvr_stride, k_conv_stride_c, k_conv_stride_k,
             k_state_b, k_state_t, k_state_g, k_state_w,
             k_cache_p, k_cache_t, k_cache_h, k_cache_d,
-            conv_slots, conv_pages, conv_page, pages_stride, kv_slots, kv_page,
-            requests, q_starts, positions, rows, eps,
+            conv_slots, conv_sources, conv_page, kv_slots, kv_page, rows, eps,
             HKV, D, DP, TAPS, KV_ITEMS, PACKED, True,
         )  # fmt: skip
     elif index < 2 * kv_blocks:
@@ -307,8 +290,7 @@ def _prep_kernel(
             qkvr_stride, v_conv_stride_c, v_conv_stride_k,
             v_state_b, v_state_t, v_state_g, v_state_w,
             v_cache_p, v_cache_t, v_cache_h, v_cache_d,
-            conv_slots, conv_pages, conv_page, pages_stride, kv_slots, kv_page,
-            requests, q_starts, positions, rows, eps,
+            conv_slots, conv_sources, conv_page, kv_slots, kv_page, rows, eps,
             HKV, D, DP, TAPS, KV_ITEMS, PACKED, False,
         )  # fmt: skip
     elif index < 2 * kv_blocks + q_blocks:
@@ -348,18 +330,16 @@ def qkvr_prep(
     k_state: Tensor,
     v_state: Tensor,
     conv_slots: Tensor,
-    conv_pages: Tensor,
+    conv_sources: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     kv_slots: Tensor,
-    requests: Tensor,
-    q_starts: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
     check_rows("qkvr_prep", qkvr=qkvr, q_norm=q_norm, k_norm=k_norm, rel_proj=rel_proj,
-               conv_slots=conv_slots, conv_pages=conv_pages, kv_slots=kv_slots, requests=requests,
-               q_starts=q_starts, positions=positions)  # fmt: skip
+               conv_slots=conv_slots, conv_sources=conv_sources, kv_slots=kv_slots,
+               positions=positions)  # fmt: skip
     rows, (d_rel, extent) = qkvr.shape[0], rel_proj.shape
     kv_heads, width = k_cache.shape[2], q_norm.shape[0]
     heads = (qkvr.shape[1] - 2 * kv_heads * width) // (width + d_rel)
@@ -392,10 +372,8 @@ def qkvr_prep(
         k_cache,
         v_cache,
         conv_slots,
-        conv_pages,
+        conv_sources,
         kv_slots,
-        requests,
-        q_starts,
         positions,
         q,
         rel,
@@ -405,7 +383,6 @@ def qkvr_prep(
         k_state.shape[1],
         k_cache.shape[1],
         qkvr.stride(0),
-        conv_pages.stride(0),
         *k_conv.stride(),
         *v_conv.stride(),
         *k_state.stride(),

@@ -1,7 +1,7 @@
-"""Short convolution: the request map of a step, and the fused end of a branch.
+"""Short convolution: where a step's taps come from, and the fused end of a branch.
 
-A tap of a row that is in this step comes from the step's own input, an older one from the paged
-state; no program reads what another writes, so every row is independent. Short steps take one
+A tap that is a row of this step comes from the step's own input, an older one from the paged state;
+no program reads what another writes, so every row is independent. Short steps take one
 launch, a program holding a whole row with its norm. Longer ones give a program a few channels of
 consecutive rows, for which it keeps the weights, and norm in a second launch: their rows are many
 enough for that, and a whole row with its taps leaves no registers for reuse.
@@ -33,30 +33,110 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _token_requests_kernel(q_starts, out, requests, rows, steps, BLOCK: tl.constexpr):
-    """Binary search of every row among the starts; empty requests are passed over."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    low = tl.zeros((BLOCK,), dtype=tl.int32)  # starts[low] <= row < starts[high]
-    high = low + requests
-    for _ in range(steps):
-        middle = (low + high) // 2
-        start = tl.load(q_starts + middle, mask=inside, other=0)
-        right = start <= row
-        low = tl.where(right, middle, low)
-        high = tl.where(right, high, middle)
-    stop = tl.load(q_starts + requests)
-    tl.store(out + row, tl.where(row < stop, low, -1), mask=inside)
+def _sources_kernel(
+    q_starts,
+    kv_lens,
+    pages,
+    slots,
+    rows_of,
+    out,
+    rows,
+    requests,
+    halvings,
+    page,
+    pages_stride,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCATTER: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """Map this step's slots to rows (SCATTER), then look every earlier tap up (GATHER).
+
+    Both at once only in a single program, whose barrier orders them.
+    """
+    first = tl.program_id(0) * BLOCK
+    stride = tl.num_programs(0) * BLOCK
+    if SCATTER:
+        for base in range(first, rows, stride):
+            row = base + tl.arange(0, BLOCK)
+            slot = tl.load(slots + row, mask=row < rows, other=-1)
+            tl.store(rows_of + slot, row, mask=slot >= 0)
+    if SCATTER and GATHER:
+        tl.debug_barrier()
+    if GATHER:
+        stop = tl.load(q_starts + requests)
+        for base in range(first, rows, stride):
+            row = base + tl.arange(0, BLOCK)
+            live = row < rows
+            real = row < stop
+            low = tl.zeros((BLOCK,), dtype=tl.int32)  # starts[low] <= row < starts[high]
+            high = low + requests
+            for _ in range(halvings):
+                middle = (low + high) // 2
+                right = tl.load(q_starts + middle, mask=real, other=0) <= row
+                low = tl.where(right, middle, low)
+                high = tl.where(right, high, middle)
+            start = tl.load(q_starts + low, mask=real, other=0)
+            position = tl.load(kv_lens + low, mask=real, other=0) + row
+            position -= tl.load(q_starts + low + 1, mask=real, other=0)
+            for tap in tl.static_range(TAPS - 1):
+                back: tl.constexpr = TAPS - 1 - tap
+                older = position - back
+                wanted = real & (older >= 0)
+                look = wanted & (row - back < start)
+                at = tl.maximum(older, 0)
+                block = tl.load(
+                    pages + low.to(tl.int64) * pages_stride + at // page, mask=look, other=0
+                )
+                slot = block.to(tl.int64) * page + at % page
+                other = tl.load(rows_of + slot, mask=look, other=-1)
+                known = look & (other >= 0) & (other < rows)
+                same = tl.load(slots + tl.maximum(other, 0), mask=known, other=-1) == slot
+                found = tl.where(known & same, other.to(tl.int64), -2 - slot)
+                found = tl.where(look, found, (row - back).to(tl.int64))
+                found = tl.where(wanted, found, -1)
+                tl.store(out + row * (TAPS - 1) + tap, found, mask=live)
 
 
-def token_requests(q_starts: Tensor, out: Tensor) -> None:
-    """See the contract."""
-    check_rows("token_requests", q_starts=q_starts, out=out)
-    rows, requests = out.shape[0], q_starts.shape[0] - 1
-    if rows:
-        block = 256
-        _token_requests_kernel[(ceil_div(rows, block),)](
-            q_starts, out, requests, rows, requests.bit_length(), BLOCK=block, num_warps=4
+def conv_sources(
+    q_starts: Tensor,
+    kv_lens: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    page: int,
+    rows_of: Tensor,
+    out: Tensor,
+) -> None:
+    """See the contract: one launch for short steps, two for long ones."""
+    check_rows("conv_sources", q_starts=q_starts, kv_lens=kv_lens, pages=pages, slots=slots,
+               rows_of=rows_of, out=out)  # fmt: skip
+    rows, requests = out.shape[0], kv_lens.shape[0]
+    if rows == 0:
+        return
+    if requests == 0:
+        out.fill_(-1)
+        return
+    block = 256
+    # A program that does both stays quick up to a few blocks.
+    phases = ((True, True),) if rows <= 4 * block else ((True, False), (False, True))
+    for scatter, gather in phases:
+        _sources_kernel[(1 if scatter and gather else ceil_div(rows, block),)](
+            q_starts,
+            kv_lens,
+            pages,
+            slots,
+            rows_of,
+            out,
+            rows,
+            requests,
+            requests.bit_length(),
+            page,
+            pages.stride(0),
+            TAPS=out.shape[1] + 1,
+            BLOCK=block,
+            SCATTER=scatter,
+            GATHER=gather,
+            num_warps=4,
         )
 
 
@@ -96,10 +176,7 @@ def _conv_kernel(
     summed,
     state,
     slots,
-    pages,
-    requests,
-    q_starts,
-    positions,
+    sources,
     rows,
     page,
     partial_stride,
@@ -111,7 +188,6 @@ def _conv_kernel(
     state_stride_t,
     state_stride_g,
     state_stride_w,
-    pages_stride,
     eps,
     H: tl.constexpr,
     W: tl.constexpr,
@@ -139,9 +215,8 @@ def _conv_kernel(
     for i in range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + i
         if row < rows:
-            request = tl.load(requests + row)
             slot = tl.load(slots + row)
-            position = tl.load(positions + row)
+            real = slot >= 0
             z = tl.load(partial + row * partial_stride + channel, mask=inside, other=0.0)
             if HAS_EXTRA:
                 more = tl.load(extra + row * extra_stride + channel, mask=inside, other=0.0)
@@ -150,35 +225,28 @@ def _conv_kernel(
                 carried = tl.load(
                     residual + row * residual_stride + channel, mask=inside, other=0.0
                 )
-            real = request >= 0
-            owner = tl.maximum(request, 0).to(tl.int64)
-            first = tl.load(q_starts + owner).to(tl.int64)
             wide = z.to(tl.float32)
             total = wide + tl.where(real, wide * tap_weight(taps, PACKED, TAPS - 1), 0.0)
             for back in tl.static_range(1, TAPS):
-                older = position - back
                 # One branch for the whole row, so a tap is read once, from where it is. (A select
                 # of pointers would do too, but Triton 3.6 cannot compile it for AMD.)
+                source = tl.load(sources + row * (TAPS - 1) + TAPS - 1 - back)
                 value = tl.zeros((BLOCK,), dtype=z.dtype)
-                if real & (older >= 0):
-                    if row - back >= first:
+                if real:
+                    if source >= 0:
                         value = tl.load(
-                            partial + (row - back) * partial_stride + channel,
-                            mask=inside,
-                            other=0.0,
+                            partial + source * partial_stride + channel, mask=inside, other=0.0
                         )
                         if HAS_EXTRA:
                             more = tl.load(
-                                extra + (row - back) * extra_stride + channel,
-                                mask=inside,
-                                other=0.0,
+                                extra + source * extra_stride + channel, mask=inside, other=0.0
                             )
                             value = (value.to(tl.float32) + more.to(tl.float32)).to(z.dtype)
-                    else:
-                        block = tl.load(pages + owner * pages_stride + older // page).to(tl.int64)
-                        cell = state + block * state_stride_b + (older % page) * state_stride_t
-                        cached = tl.load(cell + in_state, mask=inside, other=0.0)
-                        value = cached.to(z.dtype)
+                    elif source < -1:
+                        from_slot = -2 - source
+                        cell = state + (from_slot // page) * state_stride_b
+                        cell += (from_slot % page) * state_stride_t
+                        value = tl.load(cell + in_state, mask=inside, other=0.0).to(z.dtype)
                 tap = value.to(tl.float32)
                 if PACKED:
                     kernel = tap_weight(taps, True, TAPS - 1 - back)
@@ -237,14 +305,10 @@ def _launch(
     eps: float,
     state: Tensor,
     slots: Tensor,
-    pages: Tensor,
-    requests: Tensor,
-    q_starts: Tensor,
-    positions: Tensor,
+    sources: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    check_rows("conv_residual_norm", partial=partial, extra=extra, residual=residual, pages=pages,
-               slots=slots, requests=requests, q_starts=q_starts, positions=positions,
-               norm_weight=norm_weight)  # fmt: skip
+    check_rows("conv_residual_norm", partial=partial, extra=extra, residual=residual, slots=slots,
+               sources=sources, norm_weight=norm_weight)  # fmt: skip
     rows, width = partial.shape
     summed = torch.empty(rows, width, dtype=partial.dtype, device=partial.device)
     normed = summed[:0] if norm_weight is None else torch.empty_like(summed)
@@ -266,10 +330,7 @@ def _launch(
         summed,
         state,
         slots,
-        pages,
-        requests,
-        q_starts,
-        positions,
+        sources,
         rows,
         state.shape[1],
         partial.stride(0),
@@ -281,7 +342,6 @@ def _launch(
         state.stride(1),
         state.stride(2),
         state.stride(3),
-        pages.stride(0),
         eps,
         H=width,
         W=state.shape[3],
@@ -309,20 +369,16 @@ def conv_residual_norm(
     eps: float,
     state: Tensor,
     slots: Tensor,
-    pages: Tensor,
-    requests: Tensor,
-    q_starts: Tensor,
-    positions: Tensor,
+    sources: Tensor,
     group: str,
 ) -> tuple[Tensor, Tensor]:
     """See the contract: one launch on one rank, else two exchanges with a kernel at each step."""
     if not group:
-        return _launch(partial, extra, residual, conv_weight, norm_weight, eps, state, slots, pages,
-                       requests, q_starts, positions)  # fmt: skip
+        return _launch(partial, extra, residual, conv_weight, norm_weight, eps, state, slots,
+                       sources)  # fmt: skip
     ranks = _process_group(group)
     shard = _reduce_scatter(partial, extra, ranks)
-    _, branch = _launch(shard, None, None, conv_weight, None, eps, state, slots, pages, requests,
-                        q_starts, positions)  # fmt: skip
+    _, branch = _launch(shard, None, None, conv_weight, None, eps, state, slots, sources)
     rows, width = residual.shape
     gathered = torch.empty(ranks.size() * rows, branch.shape[1], dtype=branch.dtype,
                            device=branch.device)  # fmt: skip
