@@ -4,8 +4,8 @@
                                    [--out benchmarks/results/small_ops-h200.json] [--tune]
 
 Cold: one CUDA graph holds many calls, each on its own copy of all arguments, together more than
-four times the L2 cache; the figure is the median replay over the number of calls. Every timed shape is
-first held to its contract. `--tune` times our launch settings against each other instead.
+four times the L2 cache; the figure is the median replay over the number of calls. Every timed
+shape is first held to its contract. `--tune` times our launch settings against each other instead.
 vLLM's kernels are called in place where it is importable; without it they are absent, not guessed.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.small_ops_shapes import LAYERS, OPS, RANKS, Rank, arguments
+from benchmarks.small_ops_shapes import LAYERS, OPS, RANKS, Arguments, Rank, arguments
 from inkling_portable.agreement import disagreements
 from inkling_portable.backends.triton import OFFERS
 from inkling_portable.backends.triton._common import dependent_launch
@@ -51,22 +51,22 @@ def tensor_bytes(values: Iterable[Any]) -> int:
     return sum(storages.values())
 
 
-def moved_bytes(op: str, a: dict[str, Any], outputs: list[Tensor]) -> int:
+def moved_bytes(op: str, a: Any, outputs: list[Tensor]) -> int:
     """Bytes that a call must move at least: inputs read once, outputs written once.
 
     Of caches and tables only the rows that the step touches count.
     """
-    rows = {"state", "k_state", "v_state", "k_cache", "v_cache", "table", "pages", "conv_pages"}
+    rows = {"state", "k_state", "v_state", "k_cache", "v_cache", "table", "pages", "rows_of"}
     total = sum(v.numel() * v.element_size() for k, v in a.items()
                 if isinstance(v, Tensor) and k not in rows)  # fmt: skip
     total += sum(x.numel() * x.element_size() for x in outputs)
     if op == "conv_residual_norm":
         p = a["partial"]
-        decode = a["q_starts"].numel() - 1
-        total += (p.shape[0] + 3 * decode) * p.shape[1] * p.element_size()
+        requests = a.batch["kv_lens"].numel()
+        total += (p.shape[0] + 3 * requests) * p.shape[1] * p.element_size()
     if op == "qkvr_prep":
         width = a["k_conv"].shape[0] * a["qkvr"].element_size()
-        total += 2 * width * (2 * a["qkvr"].shape[0] + 3 * (a["q_starts"].numel() - 1))
+        total += 2 * width * (2 * a["qkvr"].shape[0] + 3 * a.batch["kv_lens"].numel())
     if op.startswith("embed_norm"):
         total += a["ids"].numel() * a["table"].shape[1] * a["table"].element_size()
     if op == "dmel_embed_norm":
@@ -89,7 +89,7 @@ def vllm_module(name: str) -> Any:
 OPS_OF_VLLM = "vllm.models.inkling.nvidia.ops"
 
 
-def peers(op: str, a: dict[str, Any]) -> dict[str, Call]:
+def peers(op: str, a: Any) -> dict[str, Call]:
     """Other ways to compute `op` on these arguments; a name may stand for several launches."""
     found: dict[str, Call] = {}
     if op in ("skinny_linear", "gate_logits"):
@@ -137,12 +137,12 @@ def peers(op: str, a: dict[str, Any]) -> dict[str, Call]:
     return found
 
 
-def first_rows(a: dict[str, Any]) -> Tensor:
+def first_rows(a: Arguments) -> Tensor:
     """First row of each row's request, as vLLM's kernels take it; made once per step there."""
-    return a["q_starts"][a["requests"].long()].contiguous()
+    return a.batch["q_starts"][a.batch["requests"].long()].contiguous()
 
 
-def _vllm_conv(a: dict[str, Any], norm: Any) -> Call:
+def _vllm_conv(a: Arguments, norm: Any) -> Call:
     """The incumbent on one rank: convolution, then residual add with norm; the sum of two partials
     that precedes them is left out.
     """
@@ -155,9 +155,9 @@ def _vllm_conv(a: dict[str, Any], norm: Any) -> Call:
             a["partial"],
             a["conv_weight"],
             base,
-            a["positions"],
-            a["pages"],
-            a["requests"],
+            a.batch["positions"],
+            a.batch["pages"],
+            a.batch["requests"],
             a["slots"],
             starts,
             offset,
@@ -169,7 +169,7 @@ def _vllm_conv(a: dict[str, Any], norm: Any) -> Call:
     return call
 
 
-def _vllm_prep(a: dict[str, Any]) -> Call:
+def _vllm_prep(a: Arguments) -> Call:
     prep = importlib.import_module(f"{OPS_OF_VLLM}.qkvr_prep")
     starts, kv = first_rows(a), a["k_cache"].shape[2]
     heads = (a["qkvr"].shape[1] - 2 * kv * 128) // 144
@@ -181,7 +181,7 @@ def _vllm_prep(a: dict[str, Any]) -> Call:
     return lambda: prep.fused_qkvr_prep(
         a["qkvr"], a["k_conv"], a["v_conv"], a["q_norm"], a["k_norm"], a["rel_proj"], a["eps"],
         heads, kv, 128, 16, a["k_state"]._base, a["k_cache"], a["v_cache"], a["positions"],
-        a["conv_pages"], a["requests"], a["conv_slots"], starts, a["kv_slots"], 0, 128, 4, gains,
+        a.batch["pages"], a.batch["requests"], a["conv_slots"], starts, a["kv_slots"], 0, 128, 4, gains,
     )  # fmt: skip
 
 

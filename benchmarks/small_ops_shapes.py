@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inkling_portable.backends.reference.short_conv import conv_sources
+
 BF16 = torch.bfloat16
 FLOAT = torch.float32
 
@@ -46,7 +48,7 @@ RANKS = {
     )
 }
 
-OPS = ("rms_norm", "embed_norm", "embed_norm_chain", "concat_norms", "token_requests",
+OPS = ("rms_norm", "embed_norm", "embed_norm_chain", "concat_norms", "conv_sources",
        "conv_residual_norm", "qkvr_prep", "gate_logits", "route", "swiglu", "sink_experts",
        "skinny_linear", "norm_gelu", "dmel_embed_norm")  # fmt: skip
 LAYERS = ("qkvr", "o_proj", "sinks", "lm_head")
@@ -61,6 +63,12 @@ def normal(*shape: int, device: str, dtype: torch.dtype = BF16, scale: float = 1
 def gain(width: int, device: str, dtype: torch.dtype = BF16) -> Tensor:
     """Norm weights near 1."""
     return (1 + 0.2 * torch.randn(width, device=device)).to(dtype)
+
+
+class Arguments(dict[str, Any]):
+    """Keyword arguments of an op, with the batch they came from for peers that want more of it."""
+
+    batch: dict[str, Tensor]
 
 
 def step(rows: int, decode: bool, device: str) -> tuple[dict[str, Tensor], int]:
@@ -81,13 +89,26 @@ def step(rows: int, decode: bool, device: str) -> tuple[dict[str, Tensor], int]:
         1 + torch.arange(count, **i32)[:, None] * private + torch.arange(blocks, **i32) % private
     )
     slots = pages[requests, positions // 4].long() * 4 + positions % 4
-    return {
+    batch = {
         "q_starts": torch.arange(count + 1, **i32) * length,
+        "kv_lens": torch.full((count,), first + length, **i32),
         "requests": requests.int(),
         "positions": positions,
         "pages": pages,
         "slots": slots,
-    }, 1 + count * private
+        "sources": torch.empty(rows, 3, **i64),
+    }
+    blocks = 1 + count * private
+    if device != "meta":
+        conv_sources(**sources_arguments(batch, blocks))
+    return batch, blocks
+
+
+def sources_arguments(batch: dict[str, Tensor], blocks: int) -> dict[str, Any]:
+    """Arguments of `conv_sources` that fill the batch's own sources."""
+    named = {name: batch[name] for name in ("q_starts", "kv_lens", "pages", "slots")}
+    rows_of = torch.zeros(4 * blocks, dtype=torch.int32, device=batch["slots"].device)
+    return {**named, "page": 4, "rows_of": rows_of, "out": batch["sources"]}
 
 
 def arguments(op: str, rows: int, rank: Rank, device: str, decode: bool = True,
@@ -109,9 +130,8 @@ def arguments(op: str, rows: int, rank: Rank, device: str, decode: bool = True,
         return {"hidden": normal(rows, h, **kinds), "embeds": normal(rows, h, **kinds),
                 "hidden_weight": gain(h, **kinds), "embed_weight": gain(h, **kinds),
                 "eps": 1e-6}  # fmt: skip
-    if op == "token_requests":
-        starts = step(rows, decode, device)[0]["q_starts"]
-        return {"q_starts": starts, "out": torch.empty(rows, dtype=torch.int32, device=device)}
+    if op == "conv_sources":
+        return sources_arguments(*step(rows, decode, device))
     if op == "conv_residual_norm":
         return _conv(rows, rank, device, decode, dtype)
     if op == "qkvr_prep":
@@ -147,13 +167,13 @@ def arguments(op: str, rows: int, rank: Rank, device: str, decode: bool = True,
     raise ValueError(f"unknown op {op!r}; known are {', '.join(OPS)}")
 
 
-def _conv(rows: int, rank: Rank, device: str, decode: bool, dtype: torch.dtype) -> dict[str, Any]:
+def _conv(rows: int, rank: Rank, device: str, decode: bool, dtype: torch.dtype) -> Arguments:
     batch, blocks = step(rows, decode, device)
     h, kinds = rank.hidden, {"device": device, "dtype": dtype}
     each = rank.conv_channels // rank.conv_groups
     # K and V share the cache with the two wide streams, hence the offset and the gaps.
     cache = normal(blocks, rank.conv_groups, 4, 256 + each + 64, **kinds)
-    return {
+    a = Arguments({
         "partial": normal(rows, h, **kinds),
         "extra": normal(rows, h, **kinds),
         "residual": normal(rows, h, **kinds),
@@ -161,18 +181,21 @@ def _conv(rows: int, rank: Rank, device: str, decode: bool, dtype: torch.dtype) 
         "norm_weight": gain(h, **kinds),
         "eps": 1e-6,
         "state": cache.transpose(1, 2)[..., 256 : 256 + each],
-        **batch,
+        "slots": batch["slots"],
+        "sources": batch["sources"],
         "group": "",
-    }
+    })
+    a.batch = batch
+    return a
 
 
-def _prep(rows: int, rank: Rank, device: str, decode: bool, dtype: torch.dtype) -> dict[str, Any]:
+def _prep(rows: int, rank: Rank, device: str, decode: bool, dtype: torch.dtype) -> Arguments:
     batch, blocks = step(rows, decode, device)
     kv, kinds = rank.kv_heads, {"device": device, "dtype": dtype}
     cache = normal(blocks, kv, 4, 320, **kinds).transpose(1, 2)
     pages = -(-rows // 128) + 1
     keys, values = (normal(pages, kv, 128, 128, **kinds).transpose(1, 2) for _ in range(2))
-    return {
+    a = Arguments({
         "qkvr": normal(rows, rank.heads * 144 + 2 * kv * 128, **kinds),
         "k_conv": normal(kv * 128, 4, scale=0.3, **kinds),
         "v_conv": normal(kv * 128, 4, scale=0.3, **kinds),
@@ -185,11 +208,11 @@ def _prep(rows: int, rank: Rank, device: str, decode: bool, dtype: torch.dtype) 
         "k_state": cache[..., :128],
         "v_state": cache[..., 128:256],
         "conv_slots": batch["slots"],
-        "conv_pages": batch["pages"],
+        "conv_sources": batch["sources"],
         "k_cache": keys,
         "v_cache": values,
         "kv_slots": 128 + torch.arange(rows, device=device),
-        "requests": batch["requests"],
-        "q_starts": batch["q_starts"],
         "positions": batch["positions"],
-    }
+    })
+    a.batch = batch
+    return a
