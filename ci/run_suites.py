@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,13 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Suite:
-    """One entry of ci/suites.toml."""
+    """One entry of ci/suites.toml; `files` are appended to its command."""
 
     name: str
     minutes: float
     run: list[str]
     env: dict[str, str] = field(default_factory=dict)
     required: bool = False
+    files: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,14 @@ def suites_of(lane: str, text: str) -> list[Suite]:
     if lane not in lanes:
         raise ValueError(f"ci/suites.toml has no lane {lane!r}; it has {', '.join(lanes)}")
     return [Suite(**entry) for entry in lanes[lane]]
+
+
+def with_files(suites: list[Suite], files: list[str]) -> list[Suite]:
+    """The suites with the files that they ask for; raises ValueError for another number of them."""
+    wanted = max(suite.files for suite in suites)
+    if len(files) != wanted:
+        raise ValueError(f"this lane takes {wanted} files and got {len(files)}")
+    return [replace(suite, run=suite.run + files[: suite.files]) for suite in suites]
 
 
 def run_suite(suite: Suite) -> Outcome:
@@ -114,12 +123,13 @@ def report(suites: list[Suite], outcomes: list[Outcome]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """`ci/run LANE`."""
-    if len(argv) != 1:
-        print("usage: ci/run LANE, with a lane of ci/suites.toml", file=sys.stderr)
+    """`ci/run LANE [FILE ...]`."""
+    if not argv:
+        print("usage: ci/run LANE [FILE ...], with a lane of ci/suites.toml", file=sys.stderr)
         return 2
     try:
         suites = suites_of(argv[0], (ROOT / "ci" / "suites.toml").read_text())
+        suites = with_files(suites, argv[1:])
     except ValueError as error:
         print(f"ci/run: {error}", file=sys.stderr)
         return 2
