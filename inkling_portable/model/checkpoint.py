@@ -93,9 +93,9 @@ _HF_LAYER = {
 _HF_DEPTH = {"hidden_norm": "hnorm", "embed_norm": "enorm", "input_proj": "eh_proj",
              "transformer_block": "mtp_block"}  # fmt: skip
 _HF_TOWERS = (
-    (r"^model\.visual\.layers\.linear_(\d+)\.", r"model.vision_tower.encoder_layers.\1.projection."),
-    (r"^model\.visual\.layers\.norm_(\d+)\.", r"model.vision_tower.encoder_layers.\1.layer_norm."),
     (r"^model\.visual\.", "model.vision_tower."),
+    (r"vision_tower\.layers\.linear_(\d+)\.", r"vision_tower.encoder_layers.\1.projection."),
+    (r"vision_tower\.layers\.norm_(\d+)\.", r"vision_tower.encoder_layers.\1.layer_norm."),
     (r"^model\.audio\.encoder\.", "model.audio_tower.embed_audio_tokens.embed_audio_tokens."),
     (r"^model\.audio\.final_norm\.", "model.audio_tower.norm."),
 )
@@ -127,9 +127,7 @@ class Naming:
     def tower(self, name: str) -> str:
         if self.hf:
             for pattern, replacement in _HF_TOWERS:
-                renamed, count = re.subn(pattern, replacement, name)
-                if count:
-                    return renamed
+                name = re.sub(pattern, replacement, name)
         return name
 
 
@@ -320,19 +318,27 @@ def _routed(text: TextConfig, names: Naming, shard: Shard, to: str) -> Iterator[
     w13 = "mlp.experts.gate_up_proj" if names.hf else "mlp.experts.w13_weight"
     columns = slice(0, hidden)
     slots = _slots(shard.expert_ids, experts)
-    yield w13, Stored(
-        (experts, 2 * width, hidden),
-        tuple(
-            Copy(f"{to}w13_weight", (slot, into, columns), (expert, of))
-            for slot, expert in slots
-            for into, of in rows
+    yield (
+        w13,
+        Stored(
+            (experts, 2 * width, hidden),
+            tuple(
+                Copy(f"{to}w13_weight", (slot, into, columns), (expert, of))
+                for slot, expert in slots
+                for into, of in rows
+            ),
         ),
     )
-    yield names.layer("mlp.experts.w2_weight"), Stored(
-        (experts, hidden, width),
-        tuple(
-            Copy(f"{to}w2_weight", (slot, columns, slice(0, count)), (expert, slice(None), mine))
-            for slot, expert in slots
+    yield (
+        names.layer("mlp.experts.w2_weight"),
+        Stored(
+            (experts, hidden, width),
+            tuple(
+                Copy(
+                    f"{to}w2_weight", (slot, columns, slice(0, count)), (expert, slice(None), mine)
+                )
+                for slot, expert in slots
+            ),
         ),
     )
 

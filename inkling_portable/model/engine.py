@@ -305,9 +305,9 @@ def build_routed_experts(
     )
     if get_tensor_model_parallel_world_size() > 1 and not runner.moe_config.skip_final_all_reduce:
         raise ValueError(
-            "Inkling's experts need partial sums per tensor-parallel rank; vLLM's all-to-all experts "
-            "return complete ones; use tensor parallel size 1 with data-parallel attention, or no "
-            "expert-parallel all-to-all backend"
+            "Inkling's experts need partial sums per tensor-parallel rank; vLLM's all-to-all "
+            "experts return complete ones; use tensor parallel size 1 with data-parallel "
+            "attention, or no expert-parallel all-to-all backend"
         )
     return runner
 

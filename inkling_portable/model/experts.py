@@ -1,10 +1,16 @@
-"""Mixture of experts: one gate call, vLLM's fused routed experts, always-active sink experts."""
+"""Mixture of experts: one gate call, routed experts, always-active sink experts.
+
+Routed experts are vLLM's fused layer where the decision for `routed_experts` is `engine`, so that
+expert parallelism, load balancing and adapters stay the engine's; else our own op runs on weights
+that this file holds.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from inkling_portable.model.config import ConfigError
 from inkling_portable.model.engine import QuantizationConfig, build_routed_experts
 from inkling_portable.model.settings import Settings
 
@@ -38,6 +44,49 @@ class SinkExperts(nn.Module):
         )
 
 
+class OwnWeights(nn.Module):
+    """Routed experts' weights in vLLM's layout: gate block over up block [E, 2I, H]; [E, H, I]."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        text = settings.text
+        width = text.expert_width // settings.tp
+        self.w13_weight = nn.Parameter(
+            torch.empty(text.num_experts, 2 * width, text.hidden_size), requires_grad=False
+        )
+        self.w2_weight = nn.Parameter(
+            torch.empty(text.num_experts, text.hidden_size, width), requires_grad=False
+        )
+
+
+class OwnExperts(nn.Module):
+    """Routed experts through the resolved op, split over ranks by width.
+
+    Raises ConfigError for settings that only the engine's layer serves.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        facts = settings.facts
+        for name, found, wanted in (("weights", facts.weights, "bf16"), ("ep", facts.ep, 1),
+                                    ("lora", facts.lora, False)):  # fmt: skip
+            if found != wanted:
+                raise ConfigError(
+                    f"routed experts outside vLLM's layer need {name} {wanted}; found {found}; "
+                    "ask for routed_experts=engine or change that setting"
+                )
+        self.op = settings.ops().routed_experts
+        self.routed_experts = OwnWeights(settings)
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """x [T, H], weights and ids [T, k] -> partial [T, H]."""
+        own = self.routed_experts
+        return self.op(
+            x, ids, weights, own.w13_weight, own.w2_weight, None, None, None, None, "bf16", "bf16",
+            False,
+        )  # fmt: skip
+
+
 class MoE(nn.Module):
     """Returns this rank's partial sums of routed and sink experts, apart.
 
@@ -54,16 +103,20 @@ class MoE(nn.Module):
         self.ops = settings.ops()
         self.top_k, self.route_scale = text.top_k, text.route_scale
         self.gate = Gate(settings)
-        self.experts = build_routed_experts(
-            # Equal shares per rank; the experts added for that are zero and never chosen.
-            experts=text.num_experts + -text.num_experts % settings.facts.ep,
-            top_k=text.top_k,
-            hidden=text.hidden_size,
-            width=text.expert_width,
-            select=self._select,
-            quant_config=quant_config,
-            prefix=f"{prefix}.experts",
-        )
+        self.own = self.ops.routed_experts is not None
+        if self.own:
+            self.experts = OwnExperts(settings)
+        else:
+            self.experts = build_routed_experts(
+                # Equal shares per rank; experts added for that are zero and never chosen.
+                experts=text.num_experts + -text.num_experts % settings.facts.ep,
+                top_k=text.top_k,
+                hidden=text.hidden_size,
+                width=text.expert_width,
+                select=self._select,
+                quant_config=quant_config,
+                prefix=f"{prefix}.experts",
+            )
         self.sink_experts = SinkExperts(settings)
         self._routed: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -71,10 +124,12 @@ class MoE(nn.Module):
         """x [T, H] -> (routed partial [T, H], sink partial [T, H])."""
         logits = self.ops.gate_logits(x, self.gate.weight)
         weights, ids, gammas = self._route(logits)
-        self._routed = (logits, weights, ids)
         sinks = self.ops.sink_experts(
             x, self.sink_experts.w13_weight, self.sink_experts.w2_weight, gammas
         )
+        if self.own:
+            return self.experts(x, weights, ids), sinks
+        self._routed = (logits, weights, ids)
         routed = self.experts(hidden_states=x, router_logits=logits)
         self._routed = None
         return routed, sinks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -66,9 +67,7 @@ class DecoderLayer(nn.Module):
         -> (normed [T, H], or [0, H] without a norm; residual [T, H]).
         """
         branch = self.attn(normed, positions)
-        normed, residual = self.attn_sconv(
-            branch, None, residual, self.mlp_norm.weight
-        )
+        normed, residual = self.attn_sconv(branch, None, residual, self.mlp_norm.weight)
         first, second = self.mlp(normed)
         return self.mlp_sconv(first, second, residual, next_norm)
 
@@ -227,12 +226,12 @@ def shard_of(module: nn.Module, settings: Settings) -> checkpoint.Shard:
         settings.rank, settings.tp, head_rows=None if head is None else head.weight.shape[0]
     )
     moe = next((m for m in module.modules() if isinstance(m, MoE)), None)
-    if moe is None:
-        return shard
+    if moe is None or moe.own:
+        return dataclasses.replace(shard, expert_rank=shard.rank, expert_size=shard.size)
     owned, rank, size = expert_shard(moe.experts)
     rows = moe.experts.routed_experts.w13_weight.shape[1] // 2
-    return checkpoint.Shard(
-        shard.rank, shard.size, tuple(owned), rank, size, rows, shard.head_rows
+    return dataclasses.replace(
+        shard, expert_ids=tuple(owned), expert_rank=rank, expert_size=size, expert_rows=rows
     )
 
 

@@ -10,9 +10,15 @@ from typing import Any
 
 import torch
 
-from inkling_portable.model.config import AttentionGeometry, InklingConfig, TextConfig
+from inkling_portable.model.config import (
+    AttentionGeometry,
+    ConfigError,
+    InklingConfig,
+    TextConfig,
+)
 from inkling_portable.model.engine import (
     VllmConfig,
+    cache_dtype,
     expert_parallel_size,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -60,6 +66,12 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
     """
     tp = get_tensor_model_parallel_world_size()
     config.text.check_tensor_parallel(tp)
+    stored = cache_dtype(vllm_config)
+    if stored not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ConfigError(
+            "Inkling's attention needs keys and values in bfloat16, float16 or float32; found "
+            f"--kv-cache-dtype {vllm_config.cache_config.cache_dtype}; use auto"
+        )
     extra = vllm_config.additional_config
     extra = extra if isinstance(extra, Mapping) else {}
     requests = parse_overrides(extra, os.environ.get("INKLING_PORTABLE"))
