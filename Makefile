@@ -18,7 +18,7 @@ test:
 	@PYTHON=$(PYTHON) ci/run cpu
 
 lint: setup
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check --output-format concise .
 	@$(BIN)/mypy
 
 clean:
