@@ -22,6 +22,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     get_tp_group,
+    tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
 from vllm.forward_context import get_forward_context
@@ -41,6 +42,7 @@ from vllm.model_executor.models import interfaces
 from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsMultiModal, SupportsPP
 from vllm.model_executor.models.utils import (
     WeightsMapper,
+    _merge_multimodal_embeddings,
     make_empty_intermediate_tensors_factory,
     make_layers,
     maybe_prefix,
@@ -98,6 +100,7 @@ __all__ = [
     "SupportsPP",
     "VllmConfig",
     "WeightsMapper",
+    "all_gather",
     "all_reduce",
     "audio_resampler",
     "build_routed_experts",
@@ -114,6 +117,7 @@ __all__ = [
     "make_empty_intermediate_tensors_factory",
     "make_layers",
     "maybe_prefix",
+    "merge_multimodal",
     "on_accelerator",
     "processor_file",
     "step_metadata",
@@ -141,6 +145,7 @@ except ImportError:  # every version in range has it on accelerators; a CPU buil
     eager_break = _no_break
 
 
+all_gather = tensor_model_parallel_all_gather
 all_reduce = tensor_model_parallel_all_reduce
 
 
@@ -161,6 +166,13 @@ def tp_group_name() -> str:
         return ""
     name: str = get_tp_group().device_group.group_name
     return name
+
+
+def merge_multimodal(rows: torch.Tensor, tower_rows: Any, slots: torch.Tensor) -> torch.Tensor:
+    """Text rows [T, H] with those at `slots` [T] (bool) replaced by tower rows, in order."""
+    return _merge_multimodal_embeddings(
+        inputs_embeds=rows, multimodal_embeddings=tower_rows, is_multimodal=slots
+    )
 
 
 # --- caches ---------------------------------------------------------------------------------------

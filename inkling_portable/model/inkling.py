@@ -207,8 +207,7 @@ class InklingForCausalLM(nn.Module, SupportsPP, SupportsLoRA):
         files = loading.read_headers(folder) if folder else loading.Files()
         if not files.shapes:
             weights = list(weights)  # a stream without files: names are known only afterwards
-            files.shapes = {name: tuple(tensor.shape) for name, tensor in weights}
-            files.file_of = dict.fromkeys(files.shapes, "the weight stream")
+            files.note_stream(weights)
         model = self.model
         wanted = checkpoint.plan(
             self.settings.config, files.shapes, shard_of(self, self.settings),

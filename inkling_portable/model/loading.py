@@ -27,6 +27,11 @@ class Files:
     shapes: dict[str, Shape] = field(default_factory=dict)
     file_of: dict[str, str] = field(default_factory=dict)
 
+    def note_stream(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the shapes from tensors, where a loader streams and there are no files."""
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in weights}
+        self.file_of = dict.fromkeys(self.shapes, "the weight stream")
+
 
 def read_headers(folder: Path) -> Files:
     """Read every safetensors header; an index decides which files count, MTP files always do.

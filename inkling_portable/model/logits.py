@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from inkling_portable.model.config import TextConfig
-from inkling_portable.model.engine import LogitsProcessor, ParallelLMHead, on_accelerator
+from inkling_portable.model.engine import (
+    LogitsProcessor,
+    ParallelLMHead,
+    all_gather,
+    on_accelerator,
+)
 
 
 class InklingLogits(LogitsProcessor):
@@ -44,6 +49,25 @@ class InklingLogits(LogitsProcessor):
                 logits = self._gather_logits(logits)
             return None if logits is None else logits[..., : self.org_vocab_size]
         return LogitsProcessor.forward(self, lm_head, hidden_states, *args, **kwargs)
+
+    def get_top_tokens(self, lm_head: ParallelLMHead, hidden_states: Tensor, *_: object) -> Tensor:
+        """Most likely valid id [T] of every row; ranks exchange one (value, id) pair per row.
+
+        vLLM's own version leaves the head's stored padding rows in the race.
+        """
+        logits = lm_head.quant_method.apply(lm_head, hidden_states, bias=None)
+        start = lm_head.shard_indices.org_vocab_start_index
+        valid = min(max(self.org_vocab_size - start, 0), logits.shape[-1])
+        logits[:, valid:] = float("-inf")
+        value, token = logits.max(dim=-1)
+        token = token + start
+        if lm_head.tp_size == 1:
+            return token
+        # Ids stay exact in float32, up to 2**24.
+        pairs = all_gather(torch.stack([value.float(), token.float()], dim=-1), dim=-1)
+        pairs = pairs.view(-1, lm_head.tp_size, 2)
+        winner = pairs[..., 0].argmax(dim=-1, keepdim=True)
+        return pairs[..., 1].gather(1, winner).squeeze(1).long()
 
 
 def _plain(lm_head: ParallelLMHead, hidden: Tensor) -> bool:
