@@ -181,7 +181,8 @@ def _vllm_prep(a: Arguments) -> Call:
     return lambda: prep.fused_qkvr_prep(
         a["qkvr"], a["k_conv"], a["v_conv"], a["q_norm"], a["k_norm"], a["rel_proj"], a["eps"],
         heads, kv, 128, 16, a["k_state"]._base, a["k_cache"], a["v_cache"], a["positions"],
-        a.batch["pages"], a.batch["requests"], a["conv_slots"], starts, a["kv_slots"], 0, 128, 4, gains,
+        a.batch["pages"], a.batch["requests"], a["conv_slots"], starts, a["kv_slots"], 0, 128, 4,
+        gains,
     )  # fmt: skip
 
 

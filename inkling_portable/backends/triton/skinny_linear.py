@@ -21,6 +21,7 @@ from inkling_portable.backends.triton._common import (
     next_power_of_2,
     options,
     pdl,
+    target,
 )
 
 
@@ -110,6 +111,7 @@ def _tile_kernel(
     x_rows = x + m.to(tl.int64)[:, None] * x_stride
     w_rows = weight + n.to(tl.int64)[None, :] * weight_stride
     total = tl.zeros((BM, BN), dtype=tl.float32)
+    lost = tl.zeros((BM, BN), dtype=tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -128,7 +130,11 @@ def _tile_kernel(
             other=0.0,
         )
         if EXACT_DOT:
-            total = tl.dot(a, b, total, input_precision="ieee")
+            # Compensated: storage is as narrow as the sums, so their roundings would show.
+            more = tl.dot(a, b, input_precision="ieee") - lost
+            grown = total + more
+            lost = (grown - total) - more
+            total = grown
         else:
             total = tl.dot(a, b, total)
     place = (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * columns + n[None, :]
@@ -161,8 +167,10 @@ def row_tiling(inner: int, columns: int) -> tuple[int, int, int]:
 def tile_tiling(rows: int, columns: int, inner: int, exact: bool) -> tuple[int, int, int, int, int]:
     """(BM, BN, BK, parts of the inner dimension, stages) for several rows of x."""
     tall = min(64, max(16, next_power_of_2(rows)))
+    if target().vendor == "cpu":  # the interpreter pays by the operation, not by its size
+        return tall, 128, 512, max(1, min(3, inner // 1024)), 1
     if exact:  # float32 runs on vector units: small blocks keep the code short
-        return tall if tall < 32 else 32, 32, 32, 1, 1
+        return min(32, tall), 32, 32, 1, 1
     if rows > 64:  # enough tiles without splitting; larger ones, since reading is not the limit
         return 64, 128, 64, 1, 2 if is_rocm() else 3
     wide, deep = 32, 128
