@@ -79,7 +79,11 @@ def verify_row(row: Offer, device: str, seed: int, examples: int) -> bool:
     op, function = contract(row.op), row.load()
     began = time.monotonic()
     for current in range(seed, seed + examples):
-        reports = disagreements(op, function, op.inputs(SeededDraw(current)), device)
+        try:
+            reports = disagreements(op, function, op.inputs(SeededDraw(current)), device)
+        except Exception as error:  # the other kernels are still to be judged
+            last = str(error).strip().splitlines()[-1:]
+            reports = [f"raised {type(error).__name__}: {' '.join(last)}"]
         if reports:
             prefix = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""
             repeat = f"{row.op} --provider {row.provider} --seed {current} --examples 1"

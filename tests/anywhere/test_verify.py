@@ -45,6 +45,23 @@ def test_a_wrong_kernel_fails_with_its_reproduce_line(
     assert "FAILED" in out and "verify swiglu --provider reference --seed" in out
 
 
+def test_a_kernel_that_raises_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its error is the report, and the kernels behind it are judged."""
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("first line\ncannot be compiled")
+
+    monkeypatch.setattr(experts, "route", broken)
+    ops = ["route", "swiglu", "--provider", "reference", "--examples", "1"]
+    assert main(["verify", *ops]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED  raised RuntimeError: cannot be compiled" in out
+    assert "verify route --provider reference --seed 0" in out
+    assert "1 of 2 kernels agree" in out
+
+
 def altered(source: Path, target: Path, change: str) -> None:
     tensors = load_file(source)
     with safe_open(source, "pt") as file:
