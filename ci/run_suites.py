@@ -5,6 +5,7 @@ A suite fails when its command fails or takes longer than its share; the others 
 the failed one is `required` by them. Exits non-zero when any suite failed.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -74,6 +75,10 @@ def run_suite(suite: Suite) -> Outcome:
                 failure = f"exit status {status}"
         except subprocess.TimeoutExpired:
             failure = f"took longer than its share of {suite.minutes:g} min and was ended"
+            # As from a keyboard: a test runner then still says what had failed by now.
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=15)
         finally:
             end_group(process.pid)
     seconds = time.monotonic() - started

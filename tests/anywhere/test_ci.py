@@ -147,6 +147,13 @@ def test_a_suite_past_its_share_fails() -> None:
     assert outcome.seconds < 30
 
 
+def test_a_suite_past_its_share_still_says_what_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is interrupted as from a keyboard, at which a test runner prints its summary."""
+    code = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('1 ' + 'failed')"
+    assert run_suites.run_suite(python_suite(code, minutes=0.1)).failure is not None
+    assert "1 failed" in capfd.readouterr().out
+
+
 def test_what_a_suite_left_running_is_ended(tmp_path: Path) -> None:
     """A server that outlives its suite would spoil the times of the next ones."""
     code = (
