@@ -11,6 +11,15 @@ def accelerator(target: Target, facts: Facts) -> str | None:
     return None
 
 
+def attention(target: Target, facts: Facts) -> str | None:
+    """What rel_attention's kernels do not serve."""
+    if 0 < facts.page_size < 16:
+        return f"needs pages of at least 16 tokens; asked is {facts.page_size}"
+    if facts.batch_invariant:
+        return "splits keys by the whole batch's lengths; batch invariance needs a fixed split"
+    return None
+
+
 triton = needs(triton=">=3.6")
 offer = offers_in(__name__)
 
@@ -22,6 +31,8 @@ OFFERS: tuple[Offer, ...] = (
     offer("conv_sources", "triton", ".short_conv:conv_sources", accelerator, triton),
     offer("conv_residual_norm", "triton", ".short_conv:conv_residual_norm", accelerator, triton),
     offer("qkvr_prep", "triton", ".qkvr_prep:qkvr_prep", accelerator, triton),
+    offer("rel_attention", "triton", ".rel_attention:rel_attention", accelerator, triton, attention,
+          needs(head_dim=(16, 32, 64, 128), kv_dtype=("auto", "bfloat16", "float16", "float32"))),
     offer("gate_logits", "triton", ".experts:gate_logits", accelerator, triton),
     offer("route", "triton", ".experts:route", accelerator, triton),
     offer("swiglu", "triton", ".experts:swiglu", accelerator, triton),

@@ -1,0 +1,90 @@
+"""One program per tile of packed query rows: prefill, and short windows that need no split.
+
+The grid counts row tiles with host bounds; each program finds its request and tile from the true
+lengths and leaves at once if there is none. Late tiles see the most keys, so they start first.
+"""
+
+import triton
+import triton.language as tl
+
+from inkling_portable.backends.triton.rel_attention_tiles import attend_request, clear_padding
+
+
+@triton.jit(do_not_specialize=["rows", "batch", "few"])
+def attend_whole(
+    q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out,
+    rows, batch, few, scale,
+    q_t, q_h, q_d, k_page, k_row, k_head, k_d, v_page, v_row, v_head, v_d,
+    k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
+    rel_t, rel_h, rel_e, pages_b, out_t, out_h, out_d,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, EXTENT: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE: tl.constexpr, BATCH: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, CLEAR: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All keys of one row tile and KV head, for requests with more than `few` new tokens."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    program = tl.program_id(0) // KV_HEADS
+    ids = tl.arange(0, BATCH)
+    real = ids < batch
+    counts = tl.load(q_starts + ids + 1, mask=real, other=0)
+    counts -= tl.load(q_starts + ids, mask=real, other=0)
+    counts = tl.where(counts > few, (counts * GROUP + M - 1) // M, 0)
+    total = tl.sum(counts, 0)
+    d = tl.arange(0, WIDTH)
+    if program < total:
+        tile = total - 1 - program
+        ends = tl.cumsum(counts, 0)
+        request = tl.sum((ends <= tile).to(tl.int32), 0)
+        row_tile = tile - tl.sum(tl.where(ids < request, counts, 0), 0)
+        start = tl.load(q_starts + request)
+        fresh = tl.load(q_starts + request + 1) - start
+        length = tl.load(kv_lens + request)
+
+        packed = row_tile * M + tl.arange(0, M)
+        token = packed // GROUP
+        head = kv_head * GROUP + packed % GROUP
+        row_ok = token < fresh
+        position = length - fresh + token
+        lead = row_tile * M // GROUP
+        line = tl.cast(start + lead, tl.int64)
+        rel_rows = (tl.minimum(token, fresh - 1) - lead) * rel_t + head * rel_h
+        first = length - fresh + lead
+        high = tl.minimum(length, length - fresh + (row_tile * M + M - 1) // GROUP + 1)
+        low = tl.maximum(first - (WINDOW - 1), 0) if WINDOW > 0 else 0
+        begin = low // N
+        end = (high + N - 1) // N
+        far = tl.maximum(first - (EXTENT - 1), 0) // N
+
+        query = tl.load(
+            q + line * q_t + ((token - lead) * q_t + head * q_h)[:, None] + d[None, :] * q_d,
+            mask=row_ok[:, None], other=0.0,
+        )  # fmt: skip
+        rel_base = rel + line * rel_t
+        table = pages + tl.cast(request, tl.int64) * pages_b
+        m = tl.full((M,), float("-inf"), tl.float32)
+        z = tl.zeros((M,), tl.float32)
+        acc = tl.zeros((M, WIDTH), tl.float32)
+        m, z, acc = attend_request(
+            m, z, acc, query, rel_base, rel_rows, rel_e, position,
+            k_cache, v_cache, k_tiles, v_tiles, table, kv_head, d, length, low, high,
+            begin, far, end, scale,
+            k_page, k_row, k_head, k_d, v_page, v_row, v_head, v_d,
+            k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
+            EXTENT, WINDOW, PAGE, N, TMA, PRECISION, STAGES,
+        )  # fmt: skip
+        acc = acc / tl.where(z > 0, z, 1.0)[:, None]
+        tl.store(
+            out + line * out_t + ((token - lead) * out_t + head * out_h)[:, None] + d * out_d,
+            acc.to(out.dtype.element_ty), mask=row_ok[:, None],
+        )  # fmt: skip
+    if CLEAR:
+        used = tl.load(q_starts + batch)
+        clear_padding(
+            out, out_t, out_h, out_d, used, rows, tl.program_id(0), tl.num_programs(0),
+            HEADS, WIDTH,
+        )  # fmt: skip

@@ -1,0 +1,175 @@
+"""Which kernels serve a step of relative attention, and with which tiles: data in, data out.
+
+Everything here is a function of a Target and of host integers that are fixed within a captured
+graph. Lengths enter only as upper bounds: any plan is right for every shorter length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inkling_portable.target import Target
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call: head counts of this rank, widths in elements, bounds in tokens."""
+
+    rows: int  # T, padding included
+    batch: int
+    heads: int
+    kv_heads: int
+    width: int
+    extent: int
+    window: int
+    page: int
+    max_q: int
+    max_kv: int
+    element: int = 2  # bytes
+    descriptors: bool = False  # the caches' strides allow two-dimensional tensor descriptors
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True)
+class Split:
+    """Keys split over a persistent grid, then combined (rel_attention_decode)."""
+
+    m: int  # packed rows of a tile
+    n: int  # keys of a tile
+    warps: int
+    stages: int
+    programs: int  # of the persistent grid
+    least: int = 1  # key tiles that a program takes at least
+    part: int = 32  # columns of one combining program
+    pieces: int = 64  # pieces that a combining program reads at a time
+    tma: bool = False  # keys and values through tensor descriptors
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One program per row tile (rel_attention_prefill)."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    tma: bool = False
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Requests with at most `few_tokens` new tokens go to `few`, the others to `many`."""
+
+    few: Split | None
+    many: Whole | None
+    few_tokens: int = 0
+
+
+# A request of up to this many packed rows is served by splitting its keys.
+FEW_ROWS = 128
+# Beside prefills, decoding requests share one tile height; nine tokens (MTP) take few tiles of it.
+MIXED_ROWS, MIXED_TOKENS = 64, 16
+
+
+def plan(target: Target, shape: Shape) -> Plan:
+    """The kernels of one call."""
+    max_q = max(1, min(shape.max_q, shape.rows))
+    packed = max_q * shape.group
+    if shape.window:
+        tiles = shape.batch * shape.kv_heads * -(-packed // FEW_ROWS)
+        if packed <= FEW_ROWS and 8 * tiles <= _units(target):
+            return Plan(split(target, shape, packed), None, max_q)
+        return Plan(None, whole(target, shape, packed))
+    if packed <= FEW_ROWS or _few_tiles(target, shape, max_q):
+        return Plan(split(target, shape, packed), None, max_q)
+    many = whole(target, shape, packed)
+    if shape.batch == 1:
+        return Plan(None, many)
+    return Plan(split(target, shape, MIXED_ROWS), many, MIXED_TOKENS)
+
+
+def row_tiles(shape: Shape, m: int) -> int:
+    """How many tiles of m packed rows the requests can have at most, for one KV head."""
+    each = -(-max(1, min(shape.max_q, shape.rows)) * shape.group // m)
+    return min(shape.batch * each, shape.rows * shape.group // m + shape.batch)
+
+
+def _few_tiles(target: Target, shape: Shape, max_q: int) -> bool:
+    """A short chunk after a long context: its row tiles alone would not fill the chip."""
+    tiles = row_tiles(shape, FEW_ROWS) * shape.kv_heads
+    return 2 * tiles <= _units(target) and shape.max_kv >= 4 * max_q + 2048
+
+
+def _units(target: Target) -> int:
+    return target.compute_units if target.vendor != "cpu" else 3
+
+
+def split(target: Target, shape: Shape, packed: int) -> Split:
+    """Tiles of the split kernel for requests of `packed` rows."""
+    m = min(FEW_ROWS, max(16, power_of_two(packed)))
+    units, pdl = _units(target), _has_pdl(target)
+    if target.vendor == "cpu":
+        return Split(m, 64, 4, 1, units)
+    if shape.element > 2:
+        return Split(min(m, 32), 32, 4, 1, units, pdl=pdl)
+    if target.vendor == "rocm":
+        return Split(min(m, 64), 64, 4, _amd_stages(target), 2 * units)
+    if m <= 32:
+        return Split(m, 64, 4, _stages(target, shape, m, 64, 2, 3), 2 * units, pdl=pdl)
+    warps, tma = (4 if m == 64 else 8), _tma(target, shape, 64)
+    n = 64 if tma else 32
+    return Split(m, n, warps, _stages(target, shape, m, n, 1, 3), units, tma=tma, pdl=pdl)
+
+
+def whole(target: Target, shape: Shape, packed: int) -> Whole:
+    """Tiles of the kernel without splits for requests of up to `packed` rows."""
+    m = min(128, max(16, power_of_two(packed)))
+    pdl = _has_pdl(target)
+    if target.vendor == "cpu":
+        return Whole(m, 64, 4, 1)
+    if shape.element > 2:
+        return Whole(min(m, 32), 32, 4, 1, pdl=pdl)
+    if target.vendor == "rocm":
+        return Whole(m, 64 if m <= 64 else 32, 4, _amd_stages(target))
+    if m <= 32:
+        return Whole(m, 64, 4, _stages(target, shape, m, 64, 2, 3), pdl=pdl)
+    if shape.window:
+        m = 64
+    tma = _tma(target, shape, 64)
+    n = 64 if tma else 32
+    warps, share = (4, 2) if m == 64 else (8, 1)
+    return Whole(m, n, warps, _stages(target, shape, m, n, share, 3), tma=tma, pdl=pdl)
+
+
+def _tma(target: Target, shape: Shape, n: int) -> bool:
+    """A tensor descriptor reads whole key tiles, each within one page."""
+    return shape.descriptors and _has_pdl(target) and shape.page % n == 0
+
+
+def _stages(target: Target, shape: Shape, m: int, n: int, share: int, wanted: int) -> int:
+    """As many stages of K and V as `share` programs per multiprocessor leave room for."""
+    room = (target.shared_kib << 10) // share - m * shape.width * shape.element - (8 << 10)
+    stage = 2 * n * shape.width * shape.element
+    return max(1, min(wanted, room // stage)) if target.shared_kib else 2
+
+
+def _amd_stages(target: Target) -> int:
+    # Pipelined attention loops have been miscompiled for gfx950 by public Triton releases.
+    return 1 if target.arch == "gfx950" else 2
+
+
+def _has_pdl(target: Target) -> bool:
+    return target.vendor == "cuda" and _cuda(target) >= 90
+
+
+def _cuda(target: Target) -> int:
+    return int(target.arch[2:]) if target.arch.startswith("sm") else 0
+
+
+def power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
