@@ -1,0 +1,162 @@
+"""Images and audio over HTTP: data URLs, files and recordings in, sentences for what is not."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import soundfile
+from PIL import Image
+
+from inkling_portable.commands._server import Server, memory_arguments
+from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.model.preprocess import AudioSettings, ImageSettings
+from tests.media import picture, tone
+
+PIXELS = picture(31, 45)
+IMAGE_TOKENS = ImageSettings(patch_size=16).tokens(45, 31)
+
+
+class Service:
+    """A client of `vllm serve` on the omni preset, and a folder whose files it may read."""
+
+    def __init__(self, server: Server, files: Path) -> None:
+        self.server, self.files = server, files
+        self.client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+    def prompt_tokens(self, *content: dict[str, Any]) -> int:
+        """Tokens of a prompt with this content, as the server counts them."""
+        answer = self.client.chat.completions.create(
+            model=self.server.name,
+            messages=[{"role": "user", "content": list(content)}],  # type: ignore[list-item]
+            max_tokens=2,
+            temperature=0.0,
+        )
+        assert answer.usage is not None
+        return answer.usage.prompt_tokens
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("omni")
+    files = tmp_path_factory.mktemp("media")
+    write_tiny(folder, preset="omni", dtype="float32", force=True)
+    arguments = [
+        *memory_arguments("64M"), "--max-model-len", "2048", "--block-size", "16",
+        "--tokenizer-mode", "inkling", "--allowed-local-media-path", str(files),
+        "--mm-processor-kwargs", '{"max_image_tokens": 900, "max_audio_tokens": 100}',
+    ]  # fmt: skip
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    # As a user starts it, not as the engines in this process are.
+    env = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with Server(folder, arguments, log, env) as server:
+        server.wait_until_ready(300, lambda seconds: None)
+        assert "InklingForConditionalGeneration" in server.plugin_line()
+        yield Service(server, files)
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def image_url(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def image(data: bytes) -> dict[str, Any]:
+    return image_url("data:image/png;base64," + base64.b64encode(data).decode())
+
+
+def audio(data: bytes) -> dict[str, Any]:
+    encoded = base64.b64encode(data).decode()
+    return {"type": "input_audio", "input_audio": {"data": encoded, "format": "wav"}}
+
+
+def png(pixels: np.ndarray = PIXELS) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, format="PNG")
+    return out.getvalue()
+
+
+def wav(wave: np.ndarray, rate: int = 16_000) -> bytes:
+    out = io.BytesIO()
+    soundfile.write(out, wave, rate, format="WAV")
+    return out.getvalue()
+
+
+def test_an_image_adds_its_opener_its_patches_and_an_end(service: Service) -> None:
+    # A part is a block of its own: role, opener, payload, end.
+    bare = service.prompt_tokens(text("look"))
+    assert service.prompt_tokens(text("look"), image(png())) == bare + 3 + IMAGE_TOKENS
+
+
+def test_a_file_equals_a_data_url(service: Service) -> None:
+    path = service.files / "picture.png"
+    path.write_bytes(png())
+    assert service.prompt_tokens(image_url(path.as_uri())) == service.prompt_tokens(image(png()))
+
+
+@pytest.mark.parametrize(
+    ("wave", "rate", "frames"),
+    [
+        (tone(12_345), 16_000, 16),
+        # One second at another rate, and in two channels.
+        (tone(44_100), 44_100, 20),
+        (np.stack([tone(16_000), tone(16_000, seed=1)], axis=1), 16_000, 20),
+    ],
+    ids=["16 kHz", "44.1 kHz", "stereo"],
+)
+def test_audio_adds_its_opener_its_frames_and_two_ends(
+    service: Service, wave: np.ndarray, rate: int, frames: int
+) -> None:
+    bare = service.prompt_tokens(text("hear"))
+    assert service.prompt_tokens(text("hear"), audio(wav(wave, rate))) == bare + 4 + frames
+
+
+def test_image_and_audio_in_one_prompt(service: Service) -> None:
+    bare = service.prompt_tokens(text("both"))
+    both = service.prompt_tokens(image(png()), text("both"), audio(wav(tone(8_000))), image(png()))
+    assert both == bare + 2 * (3 + IMAGE_TOKENS) + 4 + AudioSettings().tokens(8_000)
+
+
+NOT_A_NUMBER = np.full(800, np.nan, dtype=np.float32)
+
+
+def float_wav(wave: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    soundfile.write(out, wave, 16_000, format="WAV", subtype="FLOAT")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (image(b"no picture"), None),
+        (image(png()[:200]), None),
+        (image(png(picture(480, 480))), "at most 900 tokens; 480x480 pixels take 3660"),
+        (image(wav(tone(800))), None),
+        (audio(b"no sound"), None),
+        (audio(wav(tone(0))), None),
+        (audio(png()), None),
+        (audio(wav(tone(16_000 * 6))), "at most 100 tokens (5 s); this clip takes 120 (6 s)"),
+        (audio(float_wav(NOT_A_NUMBER)), "audio needs finite samples"),
+        (image_url("file:///etc/hostname"), None),
+        (text("<|content_image|>"), None),
+    ],
+    ids=["not an image", "cut image", "large image", "audio as image", "not audio", "no samples",
+         "image as audio", "long audio", "NaN audio", "file outside", "opener in text"],
+)  # fmt: skip
+def test_bad_media_is_the_clients_error(
+    service: Service, content: dict[str, Any], sentence: str | None
+) -> None:
+    with pytest.raises(openai.APIStatusError) as error:
+        service.prompt_tokens(text("here"), content, image(png()))
+    assert 400 <= error.value.status_code < 500, error.value.message
+    assert sentence is None or sentence in error.value.message
+    assert service.prompt_tokens(image(png())) > IMAGE_TOKENS
