@@ -79,8 +79,7 @@ def _sources_kernel(
             start = tl.load(q_starts + low, mask=real, other=0)
             position = tl.load(kv_lens + low, mask=real, other=0) + row
             position -= tl.load(q_starts + low + 1, mask=real, other=0)
-            for tap in tl.static_range(TAPS - 1):
-                back: tl.constexpr = TAPS - 1 - tap
+            for back in tl.static_range(1, TAPS):
                 older = position - back
                 wanted = real & (older >= 0)
                 look = wanted & (row - back < start)
@@ -95,7 +94,7 @@ def _sources_kernel(
                 found = tl.where(known & same, other.to(tl.int64), -2 - slot)
                 found = tl.where(look, found, (row - back).to(tl.int64))
                 found = tl.where(wanted, found, -1)
-                tl.store(out + row * (TAPS - 1) + tap, found, mask=live)
+                tl.store(out + row * (TAPS - 1) + TAPS - 1 - back, found, mask=live)
 
 
 def conv_sources(
