@@ -15,7 +15,8 @@ def test_target_is_this_gpu() -> None:
     assert target.vendor == ("rocm" if torch.version.hip else "cuda")
     assert target.compute_units == device.multi_processor_count
     assert target.warp == device.warp_size
-    assert target.lib("torch") == torch.__version__
+    # How a build was made (+cu130) is in the module, and not always in the metadata.
+    assert str(target.lib("torch")).partition("+")[0] == torch.__version__.partition("+")[0]
     assert 0 <= device.total_memory - (target.memory_gib << 30) < 1 << 30
 
 
