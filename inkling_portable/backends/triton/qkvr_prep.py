@@ -22,6 +22,7 @@ from inkling_portable.backends.triton._common import (
     next_power_of_2,
     options,
     pdl,
+    target,
 )
 from inkling_portable.backends.triton.short_conv import load_weight, packed_taps, tap_weight
 
@@ -313,6 +314,8 @@ def tiling(rows: int, heads: int, extent: int) -> tuple[int, int, int, int, int]
     """
     columns = min(128, next_power_of_2(extent))
     if rows * heads > 16 * compute_units():
+        if target().vendor == "cpu":  # the interpreter pays by the operation, not by its size
+            return 64, 32, 64, columns, 4
         return 16, 4, 64, columns, 4
     return 4, 1, 16, columns, 2 if is_rocm() else 4
 

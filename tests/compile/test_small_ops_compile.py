@@ -1,0 +1,98 @@
+"""Every small-op kernel, in every configuration that a chip's tuning picks, compiles within limits.
+
+The launches are recorded from the ops themselves on the served shapes, with tensors that have no
+memory: a host that would read a tensor's value fails here too.
+"""
+
+import pytest
+import torch
+
+from benchmarks.small_ops_shapes import LAYERS, OPS, RANKS, arguments
+from ci.cross_compile import SHARED_KIB, Launch, Report, compile_all, job, recorded
+from inkling_portable.backends.triton import OFFERS
+from inkling_portable.backends.triton._common import dependent_launch, launching_for
+from inkling_portable.target import Target
+
+CHIPS = {"sm90": "h200", "sm100": "b200", "gfx942": "mi300x", "gfx950": "mi355x"}
+# One, a few and many rows: both sides of every switch in the tuning functions.
+ROWS = ((1, True), (16, True), (64, True), (8192, False))
+# Kernels whose shapes differ between ranks are compiled for more than the first.
+RANK_NAMES = {"qkvr_prep": ("large-tp8-global", "large-tp8-local", "small-tp1-global")}
+
+
+def launches_for(chip: str) -> list[Launch]:
+    """All launches of all ops on one chip."""
+    rows_of_table = {row.op: row for row in OFFERS}
+    with launching_for(Target.parse(chip)), recorded() as launches:
+        for op in OPS:
+            function = rows_of_table[op].load()
+            for name in RANK_NAMES.get(op, ("large-tp8-global",)):
+                for rows, decode in ROWS:
+                    for layer in LAYERS if op == "skinny_linear" else ("qkvr",):
+                        if op != "skinny_linear" or rows <= 16:
+                            function(**arguments(op, rows, RANKS[name], "meta", decode, layer))
+    return launches
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, list[Report]]:
+    """What the compiler says, by chip."""
+    return {arch: compile_all(launches_for(chip), [arch]) for arch, chip in CHIPS.items()}
+
+
+@pytest.mark.parametrize("arch", CHIPS)
+def test_nothing_spills_and_shared_memory_fits(arch: str, reports: dict[str, list[Report]]) -> None:
+    found = reports[arch]
+    kernels = {report.kernel for report in found}
+    assert kernels == {"_norm_kernel", "_embed_norm_kernel", "_halves_kernel", "_sources_kernel",
+                       "_conv_kernel", "_prep_kernel", "_row_kernel", "_tile_kernel", "_sum_kernel",
+                       "_route_kernel", "_swiglu_kernel", "_norm_gelu_kernel",
+                       "_dmel_kernel"}  # fmt: skip
+    assert not [fault for report in found for fault in report.faults()]
+
+
+@pytest.mark.parametrize("arch", CHIPS)
+def test_products_use_matrix_units_and_wide_loads(
+    arch: str, reports: dict[str, list[Report]]
+) -> None:
+    """The reports are of optimised code: matrix instructions, 16-byte loads of the weights."""
+    matrix = {"sm90": r"mma|wgmma", "sm100": r"mma", "gfx942": "v_mfma", "gfx950": "v_mfma"}[arch]
+    wide = r"cp\.async\.cg|ld\.global[.\w]*v4|v4\.b32" if arch.startswith("sm") else r"load_\w*x4"
+    tiles = [r for r in reports[arch] if r.kernel in ("_tile_kernel", "_prep_kernel")]
+    assert all(r.count(matrix) for r in tiles)
+    assert all(r.count(wide) for r in reports[arch] if r.kernel in ("_tile_kernel", "_row_kernel"))
+
+
+def test_launch_attributes_are_the_launchers() -> None:
+    """Without them other code comes out, so the helper must not lose them."""
+    with launching_for(Target.parse("mi300x")), recorded() as launches:
+        x = torch.empty(4, 6144, dtype=torch.bfloat16, device="meta")
+        next(r for r in OFFERS if r.op == "rms_norm").load()(x, x[0], 1e-6, x[:, :].clone())
+    work = job(launches[0], "gfx942")
+    marks = {index[0]: dict(values) for index, values in work.attributes if values}
+    assert marks[0] == {"tt.divisibility": 16, "tt.pointer_range": 32}
+    assert dict(work.signature)["x"] == "*bf16"
+    assert launches[0].grid == (4,)
+
+
+def test_limits_are_checked() -> None:
+    """A kernel with too few registers is reported to spill, one with too much memory not to fit."""
+    with launching_for(Target.parse("h200")), recorded() as launches:
+        a = arguments("conv_residual_norm", 1, RANKS["large-tp8-global"], "meta")
+        next(r for r in OFFERS if r.op == "conv_residual_norm").load()(**a)
+    choked = Launch(launches[0].kernel, launches[0].args, {"num_warps": 8, "maxnreg": 40}, (1,))
+    report = compile_all([choked], ["sm90"])[0]
+    assert any("spilled" in fault for fault in report.faults())
+    fat = Report("k", "gfx942", 4, 32, 0, 0, 0, (SHARED_KIB["gfx942"] << 10) + 1, 0.0, "")
+    assert any("64 KiB" in fault for fault in fat.faults())
+
+
+def test_dependent_launch_compiles_in() -> None:
+    """Switched on, Hopper kernels wait for their neighbours; AMD never sees the flag."""
+    for chip, arch, expected in (("h200", "sm90", True), ("mi300x", "gfx942", False)):
+        with launching_for(Target.parse(chip)), dependent_launch(), recorded() as launches:
+            a = arguments("route", 1, RANKS["large-tp8-global"], "meta")
+            next(r for r in OFFERS if r.op == "route").load()(**a)
+        assert ("launch_pdl" in launches[0].options) is expected
+        report = compile_all(launches, [arch])[0]
+        assert bool(report.count(r"griddepcontrol\.wait")) is expected
