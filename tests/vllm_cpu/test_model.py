@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +111,19 @@ def test_same_request_twice(engines: Callable[..., Engine], oracle: Oracle) -> N
     answer = oracle.answer(ids)
     for found in (*first, *second):
         answer.check(found[None], slice(-1, None), "the same request twice")
+
+
+def test_memory_of_a_long_prompt(engines: Callable[..., Engine]) -> None:
+    # All scores of one global layer at once would take 16 GiB.
+    engine = engines(block_size=128, max_model_len=33_024)
+    engine.greedy([prompt(8)], 1)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    before = resident("VmRSS")
+    engine.greedy([prompt(32_768)], 1)
+    assert resident("VmHWM") - before < 2 << 30
+
+
+def resident(field: str) -> int:
+    """Bytes of a field of this process's status, such as the peak of its resident memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

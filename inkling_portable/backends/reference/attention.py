@@ -17,6 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 HEADS = ((1, 1), (2, 2), (4, 1), (8, 2), (8, 1), (16, 1))
 # At most this many scores exist at once on the reference path (32 MiB in float32).
 SCORE_BUDGET = 1 << 23
+TILE = 1024
 
 
 def _prep_inputs(draw: Draw) -> dict[str, Any]:
@@ -192,13 +193,17 @@ def rel_attention(
         oldest = max(0, before - (window - 1)) if window else 0
         positions = torch.arange(oldest, length, device=q.device)
         keys, values = (_gather(c, pages[b : b + 1], positions[None]) for c in (k_cache, v_cache))
-        tile = max(1, SCORE_BUDGET // (q.shape[1] * length))
+        # With a window, a tile of at most TILE queries sees only that many keys beside it.
+        span = min(length, TILE + window) if window else length
+        tile = min(TILE, max(1, SCORE_BUDGET // (q.shape[1] * span)))
         for row in range(first, stop, tile):
             end = min(stop, row + tile)
             low = max(0, before + row - first - (window - 1)) if window else 0
             seen = slice(low - oldest, before + end - first - oldest)
             queries = torch.arange(before + row - first, before + end - first, device=q.device)
-            delta = queries[:, None] - positions[seen]
+            # Leading keys that no query of the tile is near to need neither bias nor mask.
+            far = 0 if window else max(0, before + row - first - rel.shape[-1] + 1)
+            delta = queries[:, None] - positions[seen][far:]
             out[row:end] = _attend(
                 q[None, row:end], keys[:, seen], values[:, seen], rel[None, row:end],
                 delta[None], window, scale,
@@ -214,8 +219,10 @@ def _gather(cache: Tensor, tables: Tensor, positions: Tensor) -> Tensor:
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, rel: Tensor, delta: Tensor, window: int,
             scale: float) -> Tensor:  # fmt: skip
-    """q [B, n, Hq, D]; keys, values [B, m, Hkv, D]; rel [B, n, Hq, Ext]; delta [B, n, m]
-    -> [B, n, Hq, D]."""
+    """q [B, n, Hq, D]; keys, values [B, m, Hkv, D]; rel [B, n, Hq, Ext] -> [B, n, Hq, D].
+
+    delta [B, n, up to m] is about the last keys; those before them are visible without a bias.
+    """
     batch, rows, heads, width = q.shape
     kv_heads, extent = keys.shape[2], rel.shape[-1]
     grouped = acc(q).transpose(1, 2).reshape(batch, kv_heads, -1, width)
@@ -224,8 +231,10 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, rel: Tensor, delta: Tensor,
     delta = delta[:, None]
     near = delta.clamp(0, extent - 1).expand(-1, heads, -1, -1)
     bias = acc(rel).transpose(1, 2).gather(3, near).to(scores.dtype)
-    scores += bias.masked_fill_((delta < 0) | (delta >= extent), 0)
     hidden = (delta < 0) | (delta >= window) if window else delta < 0
-    weights = store(scores.masked_fill_(hidden, float("-inf")).softmax(-1), q)
+    close = scores[..., scores.shape[-1] - delta.shape[-1] :]
+    close += bias.masked_fill_((delta < 0) | (delta >= extent), 0)
+    close.masked_fill_(hidden, float("-inf"))
+    weights = store(scores.softmax(-1), q)
     mixed = acc(weights).view(batch, kv_heads, -1, weights.shape[-1]) @ values
     return store(mixed.view(batch, heads, rows, width).transpose(1, 2), q)
