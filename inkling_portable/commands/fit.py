@@ -31,8 +31,8 @@ from inkling_portable.commands.fit_memory import (
     graph_bytes,
     weights_per_gpu,
 )
+from inkling_portable.commands.released_configs import released
 from inkling_portable.model.config import ConfigError, InklingConfig, parse
-from inkling_portable.model.released import released
 from inkling_portable.target import CHIPS, Target, TargetError
 
 REPOSITORIES = {

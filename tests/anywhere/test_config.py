@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inkling_portable.commands.released_configs import released
 from inkling_portable.model.config import ConfigError, parse
-from inkling_portable.model.released import released
 
 NAMES = ("Inkling", "Inkling-Small")
 

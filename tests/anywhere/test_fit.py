@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from inkling_portable.__main__ import main
 from inkling_portable.commands import fit, fit_memory
 from inkling_portable.commands.fit_cache import Demand, LayerCache, layer_caches, plan
+from inkling_portable.commands.released_configs import released
 from inkling_portable.model.config import parse
-from inkling_portable.model.released import released
 from inkling_portable.target import Target
 
 GIB = 1 << 30
@@ -331,13 +331,19 @@ def test_questions_without_an_answer(
 
 
 def test_answers_in_a_second_without_torch() -> None:
+    """A second of processor time: neighbours on the machine do not count."""
     code = (
         "import sys; from inkling_portable.__main__ import main;"
         "status = main(['fit', '--target', 'h200', '--tp', '8', '--context', '131072']);"
         "assert not {'torch', 'vllm', 'triton'} & set(sys.modules); sys.exit(status)"
     )
-    began = time.monotonic()
+
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = spent()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert time.monotonic() - began < 1.0
+    assert spent() - before < 1.0
     assert "missing" in done.stdout

@@ -19,9 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from inkling_portable.commands import tiny, tiny_tensors
+from inkling_portable.commands.released_configs import released
 from inkling_portable.commands.tiny_tokenizer import special_tokens
 from inkling_portable.model.config import parse
-from inkling_portable.model.released import released
 
 PRESETS = ("text", "omni", "small-like", "large-like")
 PROMPT = [(7 * i * i + 3 * i) % 440 for i in range(70)]

@@ -19,9 +19,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from inkling_portable.commands.fit_cache import CachePlan, Demand, layer_caches, plan
+from inkling_portable.commands.released_configs import released
 from inkling_portable.model.attention import InklingAttention
 from inkling_portable.model.config import AttentionGeometry, InklingConfig, parse
-from inkling_portable.model.released import released
 from inkling_portable.model.short_conv import ConvState
 
 GIB = 1 << 30
