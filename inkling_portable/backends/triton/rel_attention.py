@@ -113,21 +113,22 @@ def _launch_split(
     options: dict[str, Any] = {"launch_pdl": True} if tiles.pdl else {}
     attend_split[(tiles.programs,)](
         q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out, part, stat,
-        shape.rows, shape.batch, plan.few_tokens, scale,
+        shape.rows, shape.batch, plan.few_tokens, tiles.programs, tiles.least, scale,
         *q.stride(), *k_cache.stride(), *v_cache.stride(), *steps, *rel.stride(), pages.stride(0),
         *out.stride(),
         HEADS=shape.heads, KV_HEADS=shape.kv_heads, WIDTH=shape.width, EXTENT=shape.extent,
         WINDOW=shape.window, PAGE=shape.page, BATCH=batch, M=tiles.m, N=tiles.n,
-        PROGRAMS=tiles.programs, LEAST=tiles.least, CLEAR=plan.many is None,
+        CLEAR=plan.many is None,
         TMA=tiles.tma, PRECISION=_precision(q), STAGES=tiles.stages, PDL=tiles.pdl,
         num_warps=tiles.warps, num_stages=tiles.stages, **options,
     )  # fmt: skip
     tokens = max(1, min(plan.few_tokens, shape.max_q, shape.rows))
     part_width = min(tiles.part, shape.width)
     combine_split[(shape.batch * tokens, shape.heads, shape.width // part_width)](
-        q_starts, kv_lens, part, stat, out, shape.batch, plan.few_tokens, tokens, *out.stride(),
+        q_starts, kv_lens, part, stat, out, shape.batch, plan.few_tokens, tokens, tiles.programs,
+        tiles.least, *out.stride(),
         HEADS=shape.heads, KV_HEADS=shape.kv_heads, WIDTH=shape.width, WINDOW=shape.window,
-        BATCH=batch, M=tiles.m, N=tiles.n, PROGRAMS=tiles.programs, LEAST=tiles.least,
+        BATCH=batch, M=tiles.m, N=tiles.n,
         PART=part_width, PIECES=tiles.pieces, PRECISION=_precision(q), PDL=tiles.pdl,
         num_warps=4, **options,
     )  # fmt: skip

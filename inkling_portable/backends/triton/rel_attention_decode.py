@@ -22,9 +22,8 @@ from inkling_portable.backends.triton.rel_attention_tiles import (
 
 @triton.jit
 def split_plan(
-    q_starts, kv_lens, batch, few, BATCH: tl.constexpr, GROUP: tl.constexpr,
+    q_starts, kv_lens, batch, few, programs, least, BATCH: tl.constexpr, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
-    PROGRAMS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """-> (request ids [BATCH], key tiles of each request in the line [BATCH], total, stretch).
 
@@ -39,31 +38,30 @@ def split_plan(
     sequences = (fresh * GROUP + M - 1) // M * KV_HEADS
     units = tl.where(fresh <= few, sequences * tiles, 0)
     total = tl.sum(units, 0)
-    stretch = tl.maximum((total + PROGRAMS - 1) // PROGRAMS, LEAST)
+    stretch = tl.maximum((total + programs - 1) // programs, least)
     return ids, units, total, stretch
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "few"])
+@triton.jit(do_not_specialize=["rows", "batch", "few", "programs", "least"])
 def attend_split(
     q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out, part, part_stat,
-    rows, batch, few, scale,
+    rows, batch, few, programs, least, scale,
     q_t, q_h, q_d, k_page, k_row, k_head, k_d, v_page, v_row, v_head, v_d,
     k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
     rel_t, rel_h, rel_e, pages_b, out_t, out_h, out_d,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, EXTENT: tl.constexpr,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, BATCH: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, PROGRAMS: tl.constexpr, LEAST: tl.constexpr, CLEAR: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, CLEAR: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of the line. part [2 * PROGRAMS, M, WIDTH] and part_stat [2, 2 * PROGRAMS, M]
-    (maxima, then sums) are float32 scratch: slot p for an end, PROGRAMS + p for a beginning."""
+    """One stretch of the line. part [2 * programs, M, WIDTH] and part_stat [2, 2 * programs, M]
+    (maxima, then sums) are float32 scratch: slot p for an end, programs + p for a beginning."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     program = tl.program_id(0)
     ids, units, total, stretch = split_plan(
-        q_starts, kv_lens, batch, few, BATCH, GROUP, KV_HEADS, M, N, WINDOW, PROGRAMS, LEAST
+        q_starts, kv_lens, batch, few, programs, least, BATCH, GROUP, KV_HEADS, M, N, WINDOW
     )
     ends = tl.cumsum(units, 0)
     d = tl.arange(0, WIDTH)
@@ -120,23 +118,22 @@ def attend_split(
                 acc.to(out.dtype.element_ty), mask=row_ok[:, None],
             )  # fmt: skip
         else:
-            slot = tl.where(begin == 0, PROGRAMS + program, program)
+            slot = tl.where(begin == 0, programs + program, program)
             index = slot * M + tl.arange(0, M)
             tl.store(part_stat + index, m, mask=row_ok)
-            tl.store(part_stat + 2 * PROGRAMS * M + index, z, mask=row_ok)
+            tl.store(part_stat + 2 * programs * M + index, z, mask=row_ok)
             tl.store(part + index[:, None] * WIDTH + d[None, :], acc, mask=row_ok[:, None])
         at += end - begin
     if CLEAR:
         used = tl.load(q_starts + batch)
-        clear_padding(out, out_t, out_h, out_d, used, rows, program, PROGRAMS, HEADS, WIDTH)
+        clear_padding(out, out_t, out_h, out_d, used, rows, program, programs, HEADS, WIDTH)
 
 
-@triton.jit(do_not_specialize=["batch", "few", "tokens"])
+@triton.jit(do_not_specialize=["batch", "few", "tokens", "programs", "least"])
 def combine_split(
-    q_starts, kv_lens, part, part_stat, out, batch, few, tokens, out_t, out_h, out_d,
+    q_starts, kv_lens, part, part_stat, out, batch, few, tokens, programs, least, out_t, out_h, out_d,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    BATCH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PROGRAMS: tl.constexpr,
-    LEAST: tl.constexpr, PART: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    BATCH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Join the pieces of one (request, token, head), columns PART * id .. of WIDTH.
@@ -156,7 +153,7 @@ def combine_split(
     # The lengths were written before the kernel that this one waits for began.
     if (token < fresh) & (fresh <= few):
         ids, units, _, stretch = split_plan(
-            q_starts, kv_lens, batch, few, BATCH, GROUP, KV_HEADS, M, N, WINDOW, PROGRAMS, LEAST
+            q_starts, kv_lens, batch, few, programs, least, BATCH, GROUP, KV_HEADS, M, N, WINDOW
         )
         _, tiles = tile_span(fresh, tl.load(kv_lens + request), N, WINDOW)
         begin = tl.sum(tl.where(ids < request, units, 0), 0)
@@ -174,9 +171,9 @@ def combine_split(
         for base in range(first, last + 1, PIECES):
             piece = base + tl.arange(0, PIECES)
             real = piece <= last
-            index = tl.where(piece == first, PROGRAMS + piece, piece) * M + lane
+            index = tl.where(piece == first, programs + piece, piece) * M + lane
             stat = tl.load(part_stat + index, mask=real, other=float("-inf"))
-            mass = tl.load(part_stat + 2 * PROGRAMS * M + index, mask=real, other=0.0)
+            mass = tl.load(part_stat + 2 * programs * M + index, mask=real, other=0.0)
             values = tl.load(
                 part + index[:, None] * WIDTH + d[None, :], mask=real[:, None], other=0.0
             )
