@@ -33,6 +33,7 @@ from inkling_portable.commands.fit_memory import (
 )
 from inkling_portable.commands.released_configs import released
 from inkling_portable.model.config import ConfigError, InklingConfig, parse
+from inkling_portable.registry import MODELS, SelectionError, choose, reference_warnings
 from inkling_portable.target import CHIPS, Target, TargetError
 
 REPOSITORIES = {
@@ -341,7 +342,20 @@ def notes(fit: Fit) -> list[str]:
     if width % expert_padding(q):
         padded = -(-width // 256) * 256
         found.append(f"AITER pads the expert width {width} of each GPU to {padded}; counted above")
-    return found
+    return found + slow_ops(q)
+
+
+def slow_ops(q: Question) -> list[str]:
+    """Sentences on what would be served by the slow reference there, as `explain` has them.
+
+    A target described without libraries is taken to have vLLM and Triton.
+    """
+    target = q.target if q.target.libs else replace(q.target, libs=(("triton", ""), ("vllm", "")))
+    facts = replace(MODELS[q.model], weights=q.weights, tp=q.tp, kv_dtype=q.kv_dtype)
+    try:
+        return reference_warnings(target, choose(target, facts))
+    except SelectionError as error:
+        return [str(error)]
 
 
 def _padding(cache_plan: CachePlan) -> float:

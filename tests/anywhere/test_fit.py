@@ -286,6 +286,16 @@ def test_the_batch_that_starves_requests_is_named(capsys: pytest.CaptureFixture[
     assert "convolution groups take" not in capsys.readouterr().out
 
 
+def test_ops_on_the_reference_are_named() -> None:
+    """A machine that is described with libraries, but without Triton, would be slow."""
+    full, bare = (
+        fit.report(asked("--weights", "nvfp4", "--tp", "8", "--target", target))["notes"]
+        for target in ("h200+triton=3.6.0+vllm=0.33.0", "h200+vllm=0.33.0")
+    )
+    assert not any("slow reference" in note for note in full)
+    assert any("slow reference: rms_norm" in note and "needs triton" in note for note in bare)
+
+
 def test_padded_experts_are_counted() -> None:
     """AITER's multiple of 256 makes TP8 of the large model a third larger, and no other layout."""
     one, two = (
