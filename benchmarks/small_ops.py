@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -25,14 +24,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.small_ops_shapes import LAYERS, OPS, RANKS, Arguments, Rank, arguments
+from benchmarks.timing import copies, environment, median_us
 from inkling_portable.agreement import disagreements
 from inkling_portable.backends.triton import OFFERS
 from inkling_portable.backends.triton._common import dependent_launch
 from inkling_portable.registry import contract
-from inkling_portable.target import Target
 
-COLD_BYTES = 4 * 60 << 20
-MOST_COPIES = 200
+COPY_GBS = 4300
+"""What an H200 moves in a device-to-device copy, reads and writes counted: the floor's rate."""
 Call = Callable[[], Any]
 
 # Our kernels are launched a second time with programmatic dependent launch under this name.
@@ -189,34 +188,18 @@ def _vllm_prep(a: Arguments) -> Call:
 # --- timing --------------------------------------------------------------------------------------
 
 
-def microseconds(calls: list[Call], replays: int = 20) -> float:
-    """Median time of one call inside a CUDA graph of all of them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()  # compiles, and lets libraries choose
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(times)
+def microseconds(calls: list[Call], replays: int = 15) -> float:
+    """Median time of one call. Two run beforehand, to compile and let libraries choose."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    return median_us(calls, replays)
 
 
 def copies_of(op: str, rows: int, rank: Rank, layer: str, decode: bool) -> list[dict[str, Any]]:
     """Enough private argument sets to leave the L2 cache cold."""
     first = arguments(op, rows, rank, "cuda", decode, layer)
-    count = min(MOST_COPIES, max(3, -(-COLD_BYTES // max(1, tensor_bytes(first.values())))))
+    count = copies(tensor_bytes(first.values()))
     return [first] + [arguments(op, rows, rank, "cuda", decode, layer) for _ in range(count - 1)]
 
 
@@ -244,11 +227,10 @@ def measure(op: str, rows: int, rank: Rank, layer: str, decode: bool) -> dict[st
             times[name] = microseconds([peers(op, a)[name] for a in sets])
         except Exception as error:
             print(f"  {op}: peer {name}: {type(error).__name__}: {error}", file=sys.stderr)
-    bandwidth = Target.detect().bandwidth_gbs or 4800
     return {
         "op": op, "rows": rows, "rank": rank.name, "layer": layer if op == "skinny_linear" else "",
         "decode": decode, "copies": len(sets), "bytes": moved,
-        "floor_us": moved / bandwidth / 1e3, "us": times, "contract": faults or "holds",
+        "floor_us": moved / COPY_GBS / 1e3, "us": times, "contract": faults or "holds",
     }  # fmt: skip
 
 
@@ -323,9 +305,7 @@ def main() -> None:
                           f"{row['floor_us']:.2f}  {row['contract']}", flush=True)  # fmt: skip
     if chosen.out:
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        versions = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(),
-                    "target": str(Target.detect())}  # fmt: skip
-        record = {"machine": versions, "cold": True, "results": results}
+        record = {"machine": environment(), "cold": True, "results": results}
         chosen.out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{time.perf_counter() - started:.0f} s")
 

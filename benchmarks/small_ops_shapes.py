@@ -173,18 +173,20 @@ def _conv(rows: int, rank: Rank, device: str, decode: bool, dtype: torch.dtype) 
     each = rank.conv_channels // rank.conv_groups
     # K and V share the cache with the two wide streams, hence the offset and the gaps.
     cache = normal(blocks, rank.conv_groups, 4, 256 + each + 64, **kinds)
-    a = Arguments({
-        "partial": normal(rows, h, **kinds),
-        "extra": normal(rows, h, **kinds),
-        "residual": normal(rows, h, **kinds),
-        "conv_weight": normal(h, 4, scale=0.3, **kinds),
-        "norm_weight": gain(h, **kinds),
-        "eps": 1e-6,
-        "state": cache.transpose(1, 2)[..., 256 : 256 + each],
-        "slots": batch["slots"],
-        "sources": batch["sources"],
-        "group": "",
-    })
+    a = Arguments(
+        {
+            "partial": normal(rows, h, **kinds),
+            "extra": normal(rows, h, **kinds),
+            "residual": normal(rows, h, **kinds),
+            "conv_weight": normal(h, 4, scale=0.3, **kinds),
+            "norm_weight": gain(h, **kinds),
+            "eps": 1e-6,
+            "state": cache.transpose(1, 2)[..., 256 : 256 + each],
+            "slots": batch["slots"],
+            "sources": batch["sources"],
+            "group": "",
+        }
+    )
     a.batch = batch
     return a
 
@@ -195,24 +197,26 @@ def _prep(rows: int, rank: Rank, device: str, decode: bool, dtype: torch.dtype) 
     cache = normal(blocks, kv, 4, 320, **kinds).transpose(1, 2)
     pages = -(-rows // 128) + 1
     keys, values = (normal(pages, kv, 128, 128, **kinds).transpose(1, 2) for _ in range(2))
-    a = Arguments({
-        "qkvr": normal(rows, rank.heads * 144 + 2 * kv * 128, **kinds),
-        "k_conv": normal(kv * 128, 4, scale=0.3, **kinds),
-        "v_conv": normal(kv * 128, 4, scale=0.3, **kinds),
-        "q_norm": gain(128, **kinds),
-        "k_norm": gain(128, **kinds),
-        "rel_proj": normal(16, rank.extent, scale=0.3, **kinds),
-        "eps": 1e-6,
-        "log_floor": 128000.0 if rank.extent == 1024 else 0.0,
-        "log_alpha": 0.1,
-        "k_state": cache[..., :128],
-        "v_state": cache[..., 128:256],
-        "conv_slots": batch["slots"],
-        "conv_sources": batch["sources"],
-        "k_cache": keys,
-        "v_cache": values,
-        "kv_slots": 128 + torch.arange(rows, device=device),
-        "positions": batch["positions"],
-    })
+    a = Arguments(
+        {
+            "qkvr": normal(rows, rank.heads * 144 + 2 * kv * 128, **kinds),
+            "k_conv": normal(kv * 128, 4, scale=0.3, **kinds),
+            "v_conv": normal(kv * 128, 4, scale=0.3, **kinds),
+            "q_norm": gain(128, **kinds),
+            "k_norm": gain(128, **kinds),
+            "rel_proj": normal(16, rank.extent, scale=0.3, **kinds),
+            "eps": 1e-6,
+            "log_floor": 128000.0 if rank.extent == 1024 else 0.0,
+            "log_alpha": 0.1,
+            "k_state": cache[..., :128],
+            "v_state": cache[..., 128:256],
+            "conv_slots": batch["slots"],
+            "conv_sources": batch["sources"],
+            "k_cache": keys,
+            "v_cache": values,
+            "kv_slots": 128 + torch.arange(rows, device=device),
+            "positions": batch["positions"],
+        }
+    )
     a.batch = batch
     return a
