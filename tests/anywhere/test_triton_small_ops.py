@@ -1,0 +1,297 @@
+"""Every small op of the Triton tier under Triton's interpreter: contracts, and laws of its own.
+
+What the interpreter cannot show (registers, spills, rounding of fused arithmetic) is the business
+of tests/compile and tests/gpu.
+"""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inkling_portable.agreement import convert, disagreements, run
+from inkling_portable.backends.reference.batch import draw_pages, make_batch
+from inkling_portable.backends.reference.short_conv import sources_of
+from inkling_portable.backends.triton import OFFERS
+from inkling_portable.inputs import SeededDraw, fill
+from inkling_portable.registry import Facts, check_schema, choose, contract
+from inkling_portable.target import Target
+from tests.guards import broken_guards, guarded
+from tests.hypothesis_draw import HypothesisDraw
+from tests.quick_interpreter import install
+
+install()
+
+OPS = ("rms_norm", "embed_norm", "embed_norm_chain", "concat_norms", "conv_sources",
+       "conv_residual_norm", "qkvr_prep", "gate_logits", "route", "swiglu", "sink_experts",
+       "skinny_linear", "norm_gelu", "dmel_embed_norm")  # fmt: skip
+
+
+def provider(op: str) -> Callable[..., Any]:
+    offer = next(row for row in OFFERS if row.op == op and row.provider == "triton")
+    function = offer.load()
+    check_schema(contract(op), function, offer.code)
+    return function
+
+
+@pytest.mark.parametrize("op", OPS)
+@given(data=st.data())
+def test_contract(op: str, data: st.DataObject) -> None:
+    arguments = contract(op).inputs(HypothesisDraw(data))
+    assert not disagreements(contract(op), provider(op), arguments)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_nothing_outside_the_arguments_is_touched(op: str) -> None:
+    """Between NaN and impossible indices results are the same bits, and guards stay whole."""
+    for seed in (11, 12, 13):
+        drawn = contract(op).inputs(SeededDraw(seed))
+        plain = run(provider(op), contract(op), drawn)
+        fenced = {k: guarded(v) for k, v in drawn.items()}
+        returned = provider(op)(**fenced)
+        got = list(returned) if isinstance(returned, tuple) else [returned]
+        got = [x for x in got if x is not None] + [fenced[k] for k in contract(op).mutates]
+        assert not broken_guards(fenced)
+        for mine, other in zip(got, plain, strict=True):
+            assert torch.equal(mine.nan_to_num(7e7), other.nan_to_num(7e7))
+
+
+# --- routing -------------------------------------------------------------------------------------
+
+
+def routed(logits: torch.Tensor, bias: torch.Tensor, top_k: int = 6) -> tuple[torch.Tensor, ...]:
+    return provider("route")(logits, bias, torch.tensor([1.25]), top_k, 8.0)
+
+
+@given(seed=st.integers(0, 2**31 - 1), levels=st.integers(1, 4))
+@settings(max_examples=15)
+def test_exact_ties_go_to_the_lowest_index(seed: int, levels: int) -> None:
+    """Few distinct logits and equal biases: the order is by value, then by index."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(0, levels, (3, 258), generator=generator).float()
+    bias = torch.full((256,), 0.5)
+    _, ids, _ = routed(logits, bias)
+    for row, chosen in zip(logits[:, :256].tolist(), ids.tolist(), strict=True):
+        assert chosen == sorted(range(256), key=lambda e: (-row[e], e))[:6]
+
+
+def test_extreme_logits_and_biases_keep_their_weights() -> None:
+    """Known fault BL-006: a weight recovered from a biased score cancels to 0 in float32."""
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.rand(40, 258, generator=generator) * 80 - 40
+    bias = torch.rand(256, generator=generator) * 40 - 20
+    logits[0, :] = -18.0
+    logits[1, :] = -40.0
+    bias[7] = 12.0
+    weights, ids, gammas = routed(logits, bias)
+    z = logits.double()
+    active = torch.cat([z.gather(1, ids.long()), z[:, 256:]], dim=1)
+    shares = torch.softmax(torch.nn.functional.logsigmoid(active), dim=1) * (8.0 * 1.25)
+    got = torch.cat([weights, gammas], dim=1).double()
+    assert ((got - shares).abs() <= 2e-5 * shares + 1e-30).all()
+    assert (got.sum(dim=1) - 10.0).abs().max() < 1e-5
+    assert (weights[0] > 0).all()
+
+
+def test_ids_are_valid_and_distinct_even_for_rows_of_nan() -> None:
+    """Padding rows hold anything; an id that no expert has would read outside the weights."""
+    logits = torch.full((4, 42), float("nan"))
+    logits[1, :20] = float("-inf")
+    logits[2, :] = float("inf")
+    for row in routed(logits, torch.linspace(-1, 1, 40))[1].tolist():
+        assert len(set(row)) == 6
+        assert all(0 <= e < 40 for e in row)
+
+
+# --- short convolution ---------------------------------------------------------------------------
+
+
+WIDTH, TAPS = 24, 4
+
+
+def conv_arguments(length: int) -> dict[str, Any]:
+    """Float32 inputs of `length` tokens, without what the batch decides."""
+    shape = (length, WIDTH)
+    return {
+        "partial": fill(shape, torch.float32, "normal", 1),
+        "extra": fill(shape, torch.float32, "normal", 2),
+        "residual": fill(shape, torch.float32, "normal", 3),
+        "conv_weight": fill((WIDTH, TAPS), torch.float32, "normal", 4),
+        "norm_weight": fill((WIDTH,), torch.float32, "gain", 5),
+        "eps": 1e-6,
+        "group": "",
+    }
+
+
+def one_request(length: int, page: int) -> dict[str, Any]:
+    """One request of `length` tokens from position 0, its cache a view with gaps."""
+    batch = make_batch([length], [0])
+    paged = draw_pages(SeededDraw(length * 31 + page), batch, page)
+    state = paged.cache(SeededDraw(9), 3, 8, torch.float32)
+    return {**conv_arguments(length), "state": state, "slots": paged.slots,
+            "sources": sources_of(batch, paged, TAPS)}  # fmt: skip
+
+
+@given(data=st.data())
+@settings(max_examples=15)
+def test_one_pass_equals_any_split_into_chunks(data: st.DataObject) -> None:
+    """Known faults BL-010 and BL-062: the window is carried over every cut, bit for bit."""
+    length, page = data.draw(st.integers(2, 12)), data.draw(st.sampled_from((4, 5, 32)))
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, length - 1)))), length]
+    whole = one_request(length, page)
+    op = provider("conv_residual_norm")
+    split = {k: convert(v) for k, v in whole.items()}
+    paged = draw_pages(SeededDraw(length * 31 + page), make_batch([length], [0]), page)
+    normed, summed = op(**whole)
+    parts = []
+    for begin, end in itertools.pairwise(cuts):
+        batch = make_batch([end - begin], [begin])
+        out = torch.empty(end - begin, TAPS - 1, dtype=torch.int64)
+        stale = torch.full((paged.count * page,), 1, dtype=torch.int32)
+        provider("conv_sources")(
+            batch.q_starts, batch.kv_lens, paged.pages, paged.slots[begin:end], page, stale, out
+        )
+        rows = {k: split[k][begin:end] for k in ("partial", "extra", "residual", "slots")}
+        parts.append(op(**{**split, **rows, "sources": out}))
+    assert torch.equal(torch.cat([p[0] for p in parts]), normed)
+    assert torch.equal(torch.cat([p[1] for p in parts]), summed)
+    assert torch.equal(split["state"], whole["state"])
+
+
+CACHES = {"conv_residual_norm": ("slots", "sources", ("state",)),
+          "qkvr_prep": ("conv_slots", "conv_sources", ("k_state", "v_state"))}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", CACHES)
+def test_names_of_blocks_do_not_matter(op: str) -> None:
+    """The same state under other block numbers gives the same bits."""
+    slots, sources, caches = CACHES[op]
+    for seed in range(3):
+        plain = contract(op).inputs(SeededDraw(300 + seed))
+        renamed = {k: convert(v) for k, v in plain.items()}
+        count, size = plain[caches[0]].shape[:2]
+        names = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+        def rename(slot: torch.Tensor, names: torch.Tensor = names, size: int = size
+                   ) -> torch.Tensor:  # fmt: skip
+            return names[slot.clamp_min(0) // size] * size + slot % size
+
+        renamed[slots] = torch.where(plain[slots] >= 0, rename(plain[slots]), plain[slots])
+        old = plain[sources]
+        renamed[sources] = torch.where(old < -1, -2 - rename(-2 - old), old)
+        for cache in caches:
+            renamed[cache][names] = plain[cache]
+        first = run(provider(op), contract(op), plain)
+        second = run(provider(op), contract(op), renamed)
+        returned = len(first) - len(contract(op).mutates)
+        for i, (a, b) in enumerate(zip(first, second, strict=True)):
+            is_state = i >= returned and contract(op).mutates[i - returned] in caches
+            assert torch.equal(a.nan_to_num(7e7), (b[names] if is_state else b).nan_to_num(7e7)), i
+
+
+def _rank(rank: int, store: str, results: str) -> None:
+    """One of two processes: its half of the partial sums and of the channels."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    a = one_request(9, 4)
+    share = a["conv_weight"].shape[0] // 2
+    mine = slice(rank * share, (rank + 1) * share)
+    a["partial"] = a["partial"] * (0.25 if rank else 0.75)  # the sum over ranks is the whole
+    a["extra"] = a["extra"] * (0.25 if rank else 0.75)
+    a["conv_weight"] = a["conv_weight"][mine]
+    a["state"] = a["state"].flatten(2)[..., mine].unflatten(2, (3, share // 3))
+    a["group"] = dist.group.WORLD.group_name
+    out = provider("conv_residual_norm")(**a)
+    torch.save({"out": out, "state": a["state"]}, f"{results}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_sum_to_one(tmp_path: Path) -> None:
+    """Channels shard over ranks: exchanges and kernels equal one rank with all channels."""
+    import torch.multiprocessing as mp
+
+    mp.start_processes(_rank, (str(tmp_path / "store"), str(tmp_path)), nprocs=2,
+                       start_method="fork")  # fmt: skip
+    whole = one_request(9, 4)
+    normed, summed = contract("conv_residual_norm").reference(**whole)
+    state = whole["state"].flatten(2)
+    for rank in range(2):
+        saved = torch.load(tmp_path / f"{rank}.pt")
+        torch.testing.assert_close(saved["out"][0], normed, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(saved["out"][1], summed, rtol=1e-5, atol=1e-5)
+        mine = state[..., rank * 12 : (rank + 1) * 12]
+        torch.testing.assert_close(saved["state"].flatten(2), mine, rtol=1e-6, atol=1e-6)
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def test_a_cpu_needs_the_interpreter() -> None:
+    facts = Facts()
+    for text, verdict in (("cpu+triton=3.9.0", "refused"), ("cpu+triton=3.9.0+interpret", "chosen"),
+                          ("h200+triton=3.6.0", "chosen"), ("h200+triton=3.5.1", "refused"),
+                          ("mi300x+triton=3.6.0", "chosen")):  # fmt: skip
+        decisions = choose(Target.parse(text + "+vllm=0.32.0"), facts)
+        row = next(d for d in decisions if d.op == "route" and d.provider == "triton")
+        assert row.verdict == verdict, text
+        if text.startswith("cpu") and verdict == "refused":
+            assert row.reason == "needs an accelerator or TRITON_INTERPRET=1"
+
+
+def test_bad_arguments_are_named() -> None:
+    x, wide = torch.zeros(2, 32), torch.zeros(2, 20000)
+    with pytest.raises(ValueError, match=r"x has 17 rows"):
+        provider("skinny_linear")(torch.zeros(17, 32), x)
+    with pytest.raises(ValueError, match=r"x needs a contiguous last axis"):
+        provider("rms_norm")(torch.zeros(32, 2).t(), x[0], 1e-6, None)
+    with pytest.raises(ValueError, match=r"rows of 20000 values are beyond 16384"):
+        provider("rms_norm")(wide, wide[0], 1e-6, None)
+    with pytest.raises(ValueError, match=r"logits needs float32"):
+        provider("route")(torch.zeros(1, 10).bfloat16(), torch.zeros(8), torch.ones(1), 2, 8.0)
+    with pytest.raises(ValueError, match=r"top_k needs 1 to 8"):
+        provider("route")(torch.zeros(1, 10), torch.zeros(8), torch.ones(1), 9, 8.0)
+    arguments = one_request(2, 4)
+    arguments["state"] = arguments["state"][..., :4]
+    with pytest.raises(ValueError, match=r"state holds 12 channels, partial 24"):
+        provider("conv_residual_norm")(**arguments)
+
+
+def test_ids_outside_the_table_read_nothing() -> None:
+    """Padding rows of a captured step may hold any id."""
+    table, gain = torch.full((4, 8), 3.0), torch.ones(8)
+    out = provider("embed_norm")(torch.tensor([2, -1, 4, 1 << 40]), table, gain, 1e-6)
+    torch.testing.assert_close(out[0], torch.ones(8))
+    assert (out[1:] == 0).all()
+
+
+def test_launches_are_counted() -> None:
+    """A decode step's fusions: one launch each, whatever is fused; the sinks take two."""
+    from triton.runtime import interpreter
+
+    counts: dict[str, int] = {}
+    original = interpreter.InterpretedFunction.run
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts["launches"] = counts.get("launches", 0) + 1
+        return original(self, *args, **kwargs)
+
+    once = ("conv_sources", "conv_residual_norm", "qkvr_prep", "route", "gate_logits",
+            "embed_norm_chain", "rms_norm", "skinny_linear")  # fmt: skip
+    expected = {**dict.fromkeys(once, 1), "sink_experts": 2}
+    from benchmarks.small_ops_shapes import Rank, arguments
+
+    rank = Rank("tiny", 64, 4, 1, 32, 4, 64, 16, 100)
+    interpreter.InterpretedFunction.run = count
+    try:
+        for op, launches in expected.items():
+            counts.clear()
+            provider(op)(**arguments(op, 1, rank, "cpu"))
+            assert counts["launches"] == launches, op
+    finally:
+        interpreter.InterpretedFunction.run = original
