@@ -70,7 +70,7 @@ class Tolerance:
                     f"allowed {float(allowed[worst]):.3e}")  # fmt: skip
         if self.kind == "twice":
             mean, base = float((g - t).abs().mean()), float((b - t).abs().mean())
-            limit = self.amount * base + float(step.mean()) / 4
+            limit = self.amount * base + steps * float(step.mean()) / 8
             if mean > limit:
                 return f"mean error {mean:.3e} is above {limit:.3e}"
         return None
