@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.request import Request
 
 from inkling_portable.commands.fit_cache import CachePlan, Demand, layer_caches, plan
 from inkling_portable.commands.released_configs import released
@@ -174,3 +177,53 @@ def test_every_memory_near_one_request() -> None:
     kv_cache_utils.get_kv_cache_configs(engine, [dict(specs)], [least])
     with pytest.raises(ValueError, match="KV cache"):
         kv_cache_utils.get_kv_cache_configs(engine, [dict(specs)], [least - 1])
+
+
+def test_counted_requests_are_served_by_the_engines_block_manager() -> None:
+    """As many requests with a full context as we say decode at once, without one refusal.
+
+    vLLM's manager serves them from exactly the blocks that we ask for: each is admitted only if
+    its whole reserve is free, prefills in chunks while the others decode, and reaches its end.
+    """
+    demand = Demand(context=2048, batch_tokens=512, steps_in_flight=1)
+    ours, engine, specs = both("Inkling", 8, 16, demand)
+    count = 12
+    memory = ours.memory_for(count, demand)
+    [config] = kv_cache_utils.get_kv_cache_configs(engine, [dict(specs)], [memory])
+    assert config.num_blocks == 1 + ours.reserve(demand) + (count - 1) * ours.held(demand)
+    manager = KVCacheManager(
+        config,
+        max_model_len=demand.context,
+        scheduler_block_size=32,
+        hash_block_size=4,
+        max_in_flight_tokens=demand.in_flight,
+        enable_caching=False,
+    )
+    tokens = 60
+    prompt = demand.context - tokens
+    requests: list[Request] = []
+
+    def decode() -> None:
+        """The start of a step: one token for each running request that is not at its end."""
+        for request in requests:
+            if request.num_computed_tokens < demand.context:
+                request.append_output_token_ids(1)
+                assert manager.allocate_slots(request, 1) is not None
+                request.num_computed_tokens += 1
+
+    for index in range(count):
+        request = Request(str(index), [1] * prompt, SamplingParams(max_tokens=tokens), None)
+        while (done := request.num_computed_tokens) < prompt:
+            decode()
+            chunk = min(demand.batch_tokens, prompt - done)
+            slots = manager.allocate_slots(request, chunk, full_sequence_must_fit=not done)
+            assert slots is not None
+            request.num_computed_tokens += chunk
+        requests.append(request)
+    for _ in range(tokens):
+        decode()
+    assert {request.num_computed_tokens for request in requests} == {demand.context}
+    # The count is not far too careful either: one block for each group and request is slack.
+    held = config.num_blocks - 1 - manager.block_pool.get_num_free_blocks()
+    groups = len(config.kv_cache_groups)
+    assert count * (ours.held(demand) - groups) <= held <= count * ours.held(demand)
