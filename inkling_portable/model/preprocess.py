@@ -43,12 +43,18 @@ class ImageSettings:
     max_tokens: int = 16_384
 
     def __post_init__(self) -> None:
-        frac = self.rescale_image_frac
-        if not (math.isfinite(frac) and frac > 0):
+        frac, cap = self.rescale_image_frac, self.rescale_image_max_upscaled_long_edge
+        if not _is_positive(frac):
             raise ValueError(
-                f"rescale_image_frac needs a positive finite number; found {frac}; "
+                f"rescale_image_frac needs a positive finite number; found {frac!r}; "
                 "give 1.0 to keep images at their size"
             )
+        if cap is not None and not _is_positive(cap):
+            raise ValueError(
+                "rescale_image_max_upscaled_long_edge needs a positive number of pixels; found "
+                f"{cap!r}; leave it out for 2048"
+            )
+        _check_limit("max_image_tokens", self.max_tokens)
         if any(value <= 0 for value in self.std) or len(self.mean) != 3 or len(self.std) != 3:
             raise ValueError(
                 "image_mean and image_std need three values each, std above 0; found "
@@ -107,6 +113,7 @@ class AudioSettings:
                 "dMel needs at least one bin, two levels and a range that rises; found "
                 f"{self.mel_bins}, {self.levels} and {self.low}..{self.high}; correct audio_config"
             )
+        _check_limit("max_audio_tokens", self.max_tokens)
 
     def tokens(self, samples: int) -> int:
         """Placeholder tokens for a clip of this many samples."""
@@ -366,6 +373,16 @@ def _with(settings: Any, chosen: Mapping[str, Any]) -> Any:
         if name in names and value is not None
     }
     return replace(settings, **said)
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0
+
+
+def _check_limit(name: str, value: Any) -> None:
+    if not isinstance(value, int) or not _is_positive(value):
+        raise ValueError(f"{name} needs a whole number above 0; found {value!r}; correct it")
 
 
 def _half_up(length: float) -> int:

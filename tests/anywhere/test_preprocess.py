@@ -169,9 +169,17 @@ def test_image_settings_follow_the_processor_file():
     assert image_settings(VISION, {}, max_tokens=7, mean=None) == ImageSettings(max_tokens=7)
     with pytest.raises(ValueError, match="cuts images into 14x14 but vision_config into 40x40"):
         image_settings(VISION, {"size": {"height": 14, "width": 14}})
-    for wrong in (0, -1.0, math.nan, math.inf):
+    for wrong in (0, -1.0, math.nan, math.inf, "2", True):
         with pytest.raises(ValueError, match="rescale_image_frac needs a positive finite number"):
             image_settings(VISION, {"rescale_image_frac": wrong})
+    for wrong in (0, "2048"):
+        with pytest.raises(ValueError, match="long_edge needs a positive number of pixels"):
+            image_settings(VISION, {"rescale_image_max_upscaled_long_edge": wrong})
+    for wrong in (0, 1.5, "9"):
+        with pytest.raises(ValueError, match="max_image_tokens needs a whole number above 0"):
+            image_settings(VISION, {}, max_tokens=wrong)
+        with pytest.raises(ValueError, match="max_audio_tokens needs a whole number above 0"):
+            audio_settings(AUDIO, {}, max_tokens=wrong)
 
 
 # --- audio ---------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from inkling_portable import plugin
 from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.model.multimodal import largest_square
 from inkling_portable.model.preprocess import (
     AudioSettings,
     ImageSettings,
@@ -312,6 +314,60 @@ def test_unknown_options_are_refused(
         engines(block_size=16).llm.generate([wrong], use_tqdm=False, sampling_params=_one_token())
     with pytest.raises(ValueError, match="found max_pixels; leave the rest out"):
         Engine(omni, mm_processor_kwargs={"max_pixels": 1})
+
+
+def processor_of(folder: Path, **options: Any) -> Any:
+    from vllm.config import ModelConfig
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    plugin.register()  # as vLLM does before it reads a config
+    config = ModelConfig(str(folder), dtype="float32", max_model_len=1024, **options)
+    return MULTIMODAL_REGISTRY.create_processor(config)
+
+
+def edited(folder: Path, into: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
+    """A copy of a checkpoint's small files with another config.json."""
+    for file in folder.glob("*.json"):
+        (into / file.name).write_text(file.read_text())
+    config = json.loads((folder / "config.json").read_text())
+    edit(config)
+    (into / "config.json").write_text(json.dumps(config))
+    return into
+
+
+def test_ids_come_from_the_config_or_the_tokenizer(omni: Path, tmp_path: Path) -> None:
+    given = processor_of(omni).info
+    config = json.loads((omni / "config.json").read_text())
+    assert given.openers["image"] == config["image_bos_token_id"]
+    assert given.slots["audio"] == config["audio_token_id"]
+    names = ("image_bos_token_id", "image_token_id", "audio_bos_token_id", "audio_token_id")
+    bare = edited(omni, tmp_path, lambda config: [config.pop(name) for name in names])
+    found = processor_of(bare).info
+    assert (found.openers, found.slots) == (given.openers, given.slots)
+
+
+def test_media_follow_the_towers(omni: Path, tmp_path: Path) -> None:
+    def remove(config: dict[str, Any]) -> None:
+        config["audio_config"]["decoder_dmodel"] = None
+
+    info = processor_of(edited(omni, tmp_path, remove)).info
+    assert info.get_supported_mm_limits() == {"image": None}
+    assert set(info.get_mm_max_tokens_per_item(1000, {"image": 1})) == {"image"}
+
+
+@pytest.mark.parametrize("limit", [1, 2, 50, 900, 1024])
+def test_profiled_inputs_are_the_largest_allowed(omni: Path, limit: int) -> None:
+    options = {"max_image_tokens": limit, "max_audio_tokens": limit}
+    processor = processor_of(omni, mm_processor_kwargs=options)
+    ids = processor.get_dummy_mm_inputs({"image": 1, "audio": 1})["prompt_token_ids"]
+    slots = processor.info.slots
+    assert ids.count(slots["audio"]) == limit
+    # No square takes exactly as many patches; the next larger one would take too many.
+    found = ids.count(slots["image"])
+    settings = processor.info.image_settings()
+    side = largest_square(settings, limit)
+    assert found == settings.tokens(side, side) <= limit or side == 1
+    assert settings.tokens(side + 1, side + 1) > limit
 
 
 def test_our_class_serves(engines: Callable[..., Engine]) -> None:
