@@ -120,12 +120,14 @@ def _tile_kernel(
     for start in range(begin, end, BK):
         k = start + inner
         a = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & (k < end)[None, :], other=0.0)
+        place = w_rows
+        within = k
         if SEGMENT > 0:
-            base = (start // SEGMENT) * segment_stride.to(tl.int64) + start % SEGMENT
-        else:
-            base = start
+            place += (start // SEGMENT) * segment_stride.to(tl.int64)
+            # Steps never straddle segments; said so, loads stay 16 bytes wide.
+            within = tl.max_contiguous(tl.multiple_of(start % SEGMENT + inner, BK), BK)
         b = tl.load(
-            w_rows + base + inner[:, None],
+            place + within[:, None],
             mask=(n < columns)[None, :] & (k < end)[:, None],
             other=0.0,
         )
