@@ -146,8 +146,8 @@ def faults(case: Case, call: dict[str, Any], rows_each: int = 40) -> list[str]:
             }  # fmt: skip
             shared = {
                 "pages": torch.arange(len(used), device=used.device, dtype=torch.int32)[None],
-                "q_starts": torch.tensor([0, count], dtype=torch.int32),
-                "kv_lens": torch.tensor([seen], dtype=torch.int32),
+                "q_starts": torch.tensor([0, count], dtype=torch.int32, device=used.device),
+                "kv_lens": torch.tensor([seen], dtype=torch.int32, device=used.device),
                 "max_q": count, "max_kv": seen, "window": case.window, "scale": call["scale"],
             }  # fmt: skip
             results = []

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from inkling_portable.backends.evidence import MEASURED
 from inkling_portable.target import Target
 
 if TYPE_CHECKING:
@@ -139,7 +140,6 @@ class Offer:
     requires: tuple[Predicate, ...] = ()
     when: str | None = None  # "module:attribute" of a test on host integers; several rows may chain
     only_if_asked: bool = False
-    measured_on: tuple[str, ...] = ()  # targets ("cuda:sm90/132") with a committed result
     note: str = ""
 
     def refusal(self, target: Target, facts: Facts) -> str | None:
@@ -243,7 +243,7 @@ def ordered_rows(op_name: str, target: Target) -> tuple[Offer, ...]:
     def rank(row: Offer) -> int:
         if row.provider == "reference":
             return 3
-        if target.key in row.measured_on:
+        if target.key in MEASURED.get((row.op, row.provider), ()):
             return 0
         return 1 if row.provider in ("vllm", "engine") else 2
 

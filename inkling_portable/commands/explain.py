@@ -11,6 +11,7 @@ import os
 import sys
 from dataclasses import replace
 
+from inkling_portable.backends.evidence import MEASURED
 from inkling_portable.registry import (
     MODELS,
     Decision,
@@ -105,7 +106,7 @@ def main(argv: list[str]) -> int:
                 "verdict": d.verdict,
                 "reason": d.reason,
                 "code": d.offer.code,
-                "measured_on": d.offer.measured_on,
+                "measured_on": MEASURED.get((d.op, d.provider), ()),
             }
             for d in decisions
         ]

@@ -1,14 +1,48 @@
 """Generated pages are in step with the code they describe."""
 
 import importlib.util
+import json
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_numerics_page_is_current() -> None:
-    spec = importlib.util.spec_from_file_location("numerics_page", ROOT / "ci/generate_numerics.py")
+def generator(name: str) -> ModuleType:
+    """A script of ci/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"ci/{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / "docs/numerics.md").read_text() == module.render()
+    return module
+
+
+def test_numerics_page_is_current() -> None:
+    module = generator("generate_numerics")
+    assert module.TARGET.read_text() == module.render()
+
+
+def test_evidence_follows_from_the_committed_results() -> None:
+    module = generator("generate_evidence")
+    assert module.TARGET.read_text() == module.render()
+
+
+def test_evidence_needs_right_results_and_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = generator("generate_evidence")
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    machine = {"target": "cuda:sm90/132+torch=2.11.0"}
+
+    def report(*rows: dict) -> dict:
+        (tmp_path / "one.json").write_text(json.dumps({"machine": machine, "results": list(rows)}))
+        return module.evidence()
+
+    won = {"op": "route", "us": {"triton": 2.0, "vllm": 4.0}, "contract": "holds"}
+    lost = {"op": "route", "us": {"triton": 9.0, "vllm": 4.0}, "contract": "holds"}
+    wrong = {"op": "route", "us": {"triton": 1.0}, "contract": ["off"]}
+    alone = {"op": "route", "us": {"triton": 2.0}, "contract": "holds"}
+    assert report(won) == report(alone) == {("route", "triton"): ("cuda:sm90/132",)}
+    assert report(won, lost) == report(won, wrong) == {}

@@ -132,9 +132,12 @@ def test_local_versions_and_open_versions_count() -> None:
 # --- order and choice
 
 
-def test_rows_are_ordered_by_evidence(fake_tables: dict[str, list[Offer]]) -> None:
+def test_rows_are_ordered_by_evidence(
+    fake_tables: dict[str, list[Offer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "MEASURED", {("route", "triton"): ("cuda:sm90/132",)})
     fake_tables["cuda"] += [Offer("route", "vllm", "x:y"), Offer("route", "own", "x:y")]
-    fake_tables["triton"] += [Offer("route", "triton", "x:y", measured_on=("cuda:sm90/132",))]
+    fake_tables["triton"] += [Offer("route", "triton", "x:y")]
     fake_tables["rocm"] += [Offer("route", "gluon", "x:y")]
     order = [row.provider for row in ordered_rows("route", H200)]
     assert order == ["triton", "vllm", "own", "reference"]
