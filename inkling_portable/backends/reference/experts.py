@@ -122,26 +122,55 @@ def sink_experts(x: Tensor, w13: Tensor, w2: Tensor, gammas: Tensor) -> Tensor:
 
 
 def _routed_inputs(draw: Draw) -> dict[str, Any]:
-    dtype, rows = draw.choice(DTYPES), draw.integer(0, 12)
-    experts, width, inner = draw.choice((4, 8)), draw.choice((32, 64)), draw.choice((32, 64))
-    top_k = draw.choice((2, 1, 3))
-    ids = [
-        [(draw.integer(0, experts - 1) + j) % experts for j in range(top_k)] for _ in range(rows)
-    ]
+    dtype, form = draw.choice(DTYPES), draw.choice(("bf16", "nvfp4", "mxfp4", "fp8"))
+    rows = draw.integer(0, draw.choice((3, 12, 40)))
+    experts, top_k = draw.choice((4, 8, 11)), draw.choice((2, 1, 3))
+    width, inner = draw.choice((32, 64, 160)), draw.choice((32, 96, 64))
+    # Spread over all experts, or every token on the same few while the others get none.
+    last = draw.choice((experts - 1, 0))
+    firsts = [draw.integer(0, last) for _ in range(rows)]
+    ids = [[(first + j) % experts for j in range(top_k)] for first in firsts]
+    w13, w13_scale, w13_global = _stack(draw, form, dtype, experts, 2 * inner, width)
+    w2, w2_scale, w2_global = _stack(draw, form, dtype, experts, width, inner)
     return {
         "x": draw.tensor((rows, width), dtype),
         "ids": torch.tensor(ids, dtype=torch.int32).reshape(rows, top_k),
         "weights": draw.tensor((rows, top_k), torch.float32).abs(),
-        "w13": draw.tensor((experts, 2 * inner, width), dtype, "small"),
-        "w2": draw.tensor((experts, width, inner), dtype, "small"),
-        "w13_scale": None,
-        "w2_scale": None,
-        "w13_global": None,
-        "w2_global": None,
-        "format": "bf16",
+        "w13": w13,
+        "w2": w2,
+        "w13_scale": w13_scale,
+        "w2_scale": w2_scale,
+        "w13_global": w13_global,
+        "w2_global": w2_global,
+        "format": form,
         "act": "bf16",
         "interleaved": draw.choice((True, False)),
     }
+
+
+def _stack(draw: Draw, form: str, dtype: torch.dtype, experts: int, rows: int, columns: int
+           ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(codes, scale, global scale) of a stack of matrices: every code occurs, weights are small."""
+    shape = (experts, rows)
+    if form == "bf16":
+        return draw.tensor((*shape, columns), dtype, "small"), None, None
+    generator = torch.Generator().manual_seed(draw.integer(0, 2**31 - 1))
+
+    def codes(low: int, high: int, last: int) -> Tensor:
+        return torch.randint(low, high, (*shape, last), generator=generator, dtype=torch.uint8)
+
+    if form == "fp8":
+        drawn = codes(0, 256, columns)
+        drawn[(drawn & 127) == 127] = 0  # NaN
+        return drawn, draw.tensor((*shape, 1), torch.float32).abs() * 2.0**-11 + 2.0**-13, None
+    packed = codes(0, 256, columns // 2)
+    if form == "mxfp4":
+        return packed, codes(117, 125, columns // 32), None
+    # From zero through the subnormals to 8; a global scale for each expert, or for each row where
+    # gate and up were quantised apart.
+    gain = (experts,) if draw.choice((True, False)) else shape
+    small = draw.tensor(gain, torch.float32).abs() * 2.0**-9 + 2.0**-11
+    return packed, codes(0, 0x51, columns // 16), small
 
 
 @op(inputs=_routed_inputs, tolerance=within_twice_baseline())
@@ -161,8 +190,9 @@ def routed_experts(
 ) -> Tensor:
     """The chosen experts, weighted on their outputs and summed (spec 2.4, step 5).
 
-    x [T, H]; ids [T, k] int32; weights [T, k] float32; w13 [E, 2I, H] and w2 [E, H, I], packed to
-    half the columns for the 4-bit formats, with block scales and per-expert global scales as
+    x [T, H]; ids [T, k] int32, distinct in a row as `route` gives them, any number outside
+    0 .. E-1 adding nothing; weights [T, k] float32; w13 [E, 2I, H] and w2 [E, H, I], packed to half
+    the columns for the 4-bit formats, with block scales and per-expert global scales as
     `formats` describes them. `act` says how activations are rounded before each product: bf16
     (not at all), fp8, nvfp4 or mxfp4. -> [T, H]; the sum over experts is rounded once.
     """

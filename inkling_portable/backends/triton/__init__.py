@@ -20,6 +20,15 @@ def attention(target: Target, facts: Facts) -> str | None:
     return None
 
 
+def whole_blocks(target: Target, facts: Facts) -> str | None:
+    """Blocks of 4-bit weights have up to 32 columns, and a rank's share must not cut one."""
+    width = facts.expert_width // facts.tp
+    if facts.weights in ("nvfp4", "mxfp4") and (width % 32 or facts.hidden % 32):
+        return (f"needs hidden size and expert width per rank in multiples of 32 for "
+                f"{facts.weights}; found {facts.hidden} and {width}")  # fmt: skip
+    return None
+
+
 triton = needs(triton=">=3.6")
 offer = offers_in(__name__)
 
@@ -37,6 +46,8 @@ OFFERS: tuple[Offer, ...] = (
     offer("route", "triton", ".experts:route", accelerator, triton),
     offer("swiglu", "triton", ".experts:swiglu", accelerator, triton),
     offer("sink_experts", "triton", ".experts:sink_experts", accelerator, triton),
+    offer("routed_experts", "triton", ".routed_experts:routed_experts", accelerator, triton,
+          whole_blocks),
     offer("skinny_linear", "triton", ".skinny_linear:skinny_linear", accelerator, triton),
     offer("norm_gelu", "triton", ".towers:norm_gelu", accelerator, triton),
     offer("dmel_embed_norm", "triton", ".towers:dmel_embed_norm", accelerator, triton),

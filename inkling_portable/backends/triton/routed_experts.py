@@ -1,0 +1,164 @@
+"""The chosen experts with weights as the checkpoint stores them: NVFP4, MXFP4, FP8 or BF16.
+
+One layout serves every batch size. One token: matrix-vector work per chosen expert
+(`routed_experts_gemv`), two launches. Few tokens: tiles that find their tokens themselves and a sum
+over slots, three launches. More: pairs are sorted by expert on the device first. Grids depend on
+host shapes only, and no temporary grows with the number of tokens beyond `routed_experts_tuning`'s
+bounds: longer steps run in parts, by tokens and then by output columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inkling_portable.backends.triton._common import ceil_div, check_rows, next_power_of_2
+from inkling_portable.backends.triton.routed_experts_gemm import combine_kernel, tile_kernel
+from inkling_portable.backends.triton.routed_experts_sort import make_plan
+from inkling_portable.backends.triton.routed_experts_tuning import (
+    INNER_BYTES,
+    PARTS_BYTES,
+    UNPLANNED_TO,
+    tiling,
+    tokens_per_tile,
+)
+
+FORMATS = ("bf16", "nvfp4", "mxfp4", "fp8")
+BLOCKS = {"nvfp4": 16, "mxfp4": 32}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One of the two stacks of matrices as a kernel takes it; a missing part is None."""
+
+    codes: Tensor  # [E, rows, bytes or columns]
+    scale: Tensor | None  # uint8 [E, rows, blocks]
+    gain: Tensor | None  # float32 [E, 1 or rows]
+    form: str  # "bf16", "nvfp4", "mxfp4", "fp8" or "fp8fnuz"
+    rows: int
+    inner: int
+
+    def strides(self) -> tuple[int, ...]:
+        """Strides of expert and row: codes, scale, gain."""
+        scale = (0, 0) if self.scale is None else self.scale.stride()[:2]
+        gain = (0, 0)
+        if self.gain is not None:
+            gain = (self.gain.stride(0), self.gain.stride(1) if self.gain.shape[1] > 1 else 0)
+        return (*self.codes.stride()[:2], *scale, *gain)
+
+
+def _matrix(name: str, w: Tensor, scale: Tensor | None, gain: Tensor | None, form: str,
+            x: Tensor) -> Matrix:  # fmt: skip
+    """Raises ValueError naming the argument that does not fit the format."""
+    check_rows("routed_experts", **{name: w, f"{name}_scale": scale})
+    experts, rows, stored = w.shape
+    if form == "bf16":
+        if w.dtype != x.dtype and x.dtype != torch.float32:
+            raise ValueError(f"routed_experts: {name} needs the dtype of x, {x.dtype}; found "
+                             f"{w.dtype}, so convert it once at loading")  # fmt: skip
+        return Matrix(w, None, None, form, rows, stored)
+    if scale is None:
+        raise ValueError(f"routed_experts: format {form!r} needs scales; pass {name}_scale")
+    if form == "fp8":
+        if w.element_size() != 1 or scale.numel() not in (experts, experts * rows):
+            raise ValueError(f"routed_experts: format 'fp8' needs {name} in 8 bits, {name}_scale "
+                             f"with one number for each expert or row; found {w.dtype} and scales "
+                             f"{list(scale.shape)}")  # fmt: skip
+        form = "fp8fnuz" if w.dtype == torch.float8_e4m3fnuz else "fp8"
+        return Matrix(w.view(torch.uint8), None, scale.reshape(experts, -1), form, rows, stored)
+    inner, block = 2 * stored, BLOCKS[form]
+    if w.dtype != torch.uint8 or inner % 32:
+        raise ValueError(f"routed_experts: format {form!r} needs {name} packed in uint8 with a "
+                         f"multiple of 32 columns; found {w.dtype}, {inner} columns")  # fmt: skip
+    if scale.numel() != experts * rows * inner // block or scale.element_size() != 1:
+        raise ValueError(f"routed_experts: format {form!r} needs {name}_scale in 8 bits, shape "
+                         f"{[experts, rows, inner // block]}; found {scale.dtype} "
+                         f"{list(scale.shape)}")  # fmt: skip
+    if form == "nvfp4":
+        if gain is None or gain.numel() not in (experts, experts * rows):
+            found = None if gain is None else list(gain.shape)
+            raise ValueError(f"routed_experts: format 'nvfp4' needs {name}_global with one number "
+                             f"for each expert or row; found {found}")  # fmt: skip
+        gain = gain.reshape(experts, -1)
+    else:
+        gain = None
+    scale = scale.view(torch.uint8).view(experts, rows, inner // block)
+    return Matrix(w, scale, gain, form, rows, inner)
+
+
+def routed_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    w13_scale: Tensor | None,
+    w2_scale: Tensor | None,
+    w13_global: Tensor | None,
+    w2_global: Tensor | None,
+    format: str,
+    act: str,
+    interleaved: bool,
+) -> Tensor:
+    """See the contract. act is "bf16"; the ids of a row are distinct, as `route` gives them.
+
+    An id outside 0 .. E-1 adds nothing. MXFP4 scales from 2^64 (codes above 190) give NaN.
+    """
+    if act != "bf16":
+        raise ValueError(f"routed_experts: provider triton needs act 'bf16'; found {act!r}; "
+                         "use provider reference for quantised activations")  # fmt: skip
+    if format not in FORMATS:
+        raise ValueError(f"routed_experts: unknown weight format {format!r}; known are "
+                         f"{', '.join(FORMATS)}")  # fmt: skip
+    check_rows("routed_experts", x=x)
+    up = _matrix("w13", w13, w13_scale, w13_global, format, x)
+    down = _matrix("w2", w2, w2_scale, w2_global, format, x)
+    tokens = x.shape[0]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if tokens == 0 or ids.shape[1] == 0:
+        return out.zero_()
+    ids, weights = ids.contiguous(), weights.contiguous()
+    share = max(1, INNER_BYTES // (ids.shape[1] * down.inner * x.element_size()))
+    for start in range(0, tokens, share):
+        part = slice(start, start + share)
+        _tiles(x[part], ids[part], weights[part], up, down, interleaved, out[part])
+    return out
+
+
+def _tiles(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, interleaved: bool,
+           out: Tensor) -> None:  # fmt: skip
+    """Both products on tensor cores and the sum over slots."""
+    (tokens, width), top_k = x.shape, ids.shape[1]
+    experts, pairs = up.codes.shape[0], ids.numel()
+    planned = tokens > UNPLANNED_TO
+    if planned:
+        tall = tokens_per_tile(pairs, experts)
+        plan, tiles = make_plan(ids, experts, tall)
+    else:
+        tall, plan, tiles = max(16, next_power_of_2(tokens)), None, pairs
+    inner = torch.empty(pairs, down.inner, dtype=x.dtype, device=x.device)
+    exact = x.dtype == torch.float32
+
+    def launch(m: Matrix, source: Tensor, target: Tensor, is_up: bool, first: int, last: int
+               ) -> None:  # fmt: skip
+        how = tiling(m.form, is_up, tall, m.inner, exact)
+        tile_kernel[(ceil_div(last - first, how.wide), tiles)](
+            source, ids, plan, m.codes, m.scale, m.gain, weights, target, tokens, experts, tiles,
+            m.rows, first, last, source.stride(0), *m.strides(), target.stride(0),
+            K=m.inner, TOP_K=top_k, KP=next_power_of_2(top_k), FORMAT=m.form,
+            GAIN=m.gain is not None, UP=is_up, INTERLEAVED=interleaved, PLANNED=planned, BM=tall,
+            BN=how.wide, BK=how.deep, EXACT=exact, num_warps=how.warps, num_stages=how.stages,
+        )  # fmt: skip
+
+    launch(up, x, inner, True, 0, up.rows)
+    columns = min(width, max(128, PARTS_BYTES // (pairs * 4) // 128 * 128))
+    parts = torch.empty(pairs, columns, dtype=torch.float32, device=x.device)
+    for first in range(0, width, columns):
+        last = min(width, first + columns)
+        launch(down, inner, parts, False, first, last)
+        combine_kernel[(ceil_div(last - first, 1024), tokens)](
+            parts, ids, out[:, first:last], experts, last - first, columns, out.stride(0),
+            TOP_K=top_k, BLOCK=min(1024, next_power_of_2(last - first)), num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,43 @@
+"""Launch settings of the routed experts, from the target's numbers and host shapes only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inkling_portable.backends.triton._common import is_rocm, next_power_of_2, target
+
+UNPLANNED_TO = 16
+"""Tokens of a step up to which tiles find their tokens without a plan: one launch less."""
+
+INNER_BYTES = 40 << 20
+PARTS_BYTES = 20 << 20
+"""Temporaries of one step: what lies between the two products, and the products per pair."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Weight rows and inner length of a tile's step, warps and pipeline stages."""
+
+    wide: int
+    deep: int
+    warps: int
+    stages: int
+
+
+def tokens_per_tile(pairs: int, experts: int) -> int:
+    """Rows of a planned tile: about what an expert gets; at most 32 on AMD, where more spills."""
+    tallest = 32 if is_rocm() else 64
+    return min(tallest, max(16, next_power_of_2(pairs // max(1, experts))))
+
+
+def tiling(form: str, up: bool, tall: int, inner: int, exact: bool) -> Tiling:
+    """Settings of one product: tiles of `tall` tokens, inner length `inner`."""
+    if target().vendor == "cpu":  # the interpreter pays by the operation, not by its size
+        return Tiling(128, max(32, min(32 if exact else 512, next_power_of_2(inner))), 4, 1)
+    if exact:  # float32 runs on vector units: small blocks keep the code short
+        return Tiling(32, 32, 4, 1)
+    if is_rocm():
+        return Tiling(64, 128 if form in ("nvfp4", "mxfp4") else 64, 4, 2)
+    if form in ("nvfp4", "mxfp4"):
+        return Tiling(64, 128 if inner % 256 else 256, 4, 4 if tall <= 32 else 3)
+    return Tiling(64, 128 if tall <= 32 else 64, 4, 4 if tall <= 32 else 3)
