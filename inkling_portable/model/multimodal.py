@@ -195,7 +195,8 @@ class Processor(MediaProcessor):
         images, audio = self.info.image_settings(options), self.info.audio_settings
         dtype = self.info.ctx.model_config.dtype
         if images is not None and (pictures := list(media.get("images") or ())):
-            patches = [image_patches(picture, images, dtype) for picture in pictures]
+            # The time slots of a still picture are equal: one travels, the tower gets all.
+            patches = [image_patches(picture, images, dtype)[:, :1] for picture in pictures]
             fields["pixel_values"] = torch.cat(patches)
             fields["num_patches"] = torch.tensor([len(part) for part in patches])
         if audio is not None and (clips := list(media.get("audios") or ())):
@@ -277,7 +278,9 @@ class InklingForConditionalGeneration(InklingForCausalLM, SupportsMultiModal):
             assert self.visual is not None
             weight = self.visual.final_norm.weight
             rows, sizes = _joined(fields["pixel_values"], fields.get("num_patches"))
-            return self.visual(rows.to(weight.device, weight.dtype)).split(sizes)
+            patches = rows.to(weight.device, weight.dtype)
+            times = self.visual.config.temporal_patch_size
+            return self.visual(patches.expand(-1, times, -1, -1, -1)).split(sizes)
         if fields.get("audio_levels") is not None:
             assert self.audio is not None
             rows, sizes = _joined(fields["audio_levels"], fields.get("num_frames"))

@@ -230,7 +230,9 @@ def image_patches(
         band = np.full((patch, columns * patch, 3), PAD_PIXEL, dtype=np.float32)
         part = pixels[row * patch : (row + 1) * patch]
         band[: part.shape[0], : part.shape[1]] = part
-        band = (band / np.float32(255) - mean) / std
+        band /= 255
+        band -= mean
+        band /= std
         cells = torch.from_numpy(band).reshape(patch, columns, patch, 3)
         out[row] = cells.transpose(0, 1)
     still = out.reshape(rows * columns, 1, patch, patch, 3)
