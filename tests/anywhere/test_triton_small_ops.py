@@ -163,6 +163,24 @@ def test_one_pass_equals_any_split_into_chunks(data: st.DataObject) -> None:
     assert torch.equal(split["state"], whole["state"])
 
 
+def test_a_prefix_of_the_same_step_is_read_from_its_rows() -> None:
+    """Two requests share whole blocks that one of them computes now: no race with the state."""
+    batch = make_batch([8, 3, 1], [0, 8, 4], padding=2)
+    paged = draw_pages(SeededDraw(2), batch, 4)
+    paged.pages[1, :2] = paged.pages[0, :2]
+    paged.pages[2, :1] = paged.pages[0, :1]
+    out = torch.full((batch.rows, TAPS - 1), 77, dtype=torch.int64)
+    stale = torch.arange(paged.count * paged.page, dtype=torch.int32) % 9 - 3
+    provider("conv_sources")(
+        batch.q_starts, batch.kv_lens, paged.pages, paged.slots, paged.page, stale, out
+    )
+    assert out[8].tolist() == [5, 6, 7]  # the second request's first row: rows of the first
+    assert out[9].tolist() == [6, 7, 8]
+    assert out[11].tolist() == [1, 2, 3]
+    assert out[0].tolist() == [-1, -1, -1]
+    assert (out[12:] == -1).all()
+
+
 CACHES = {"conv_residual_norm": ("slots", "sources", ("state",)),
           "qkvr_prep": ("conv_slots", "conv_sources", ("k_state", "v_state"))}  # fmt: skip
 

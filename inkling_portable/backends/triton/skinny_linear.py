@@ -54,17 +54,18 @@ def _row_kernel(
     n = first + tl.arange(0, EACH)
     inner = tl.arange(0, BK)
     live = (n < columns)[:, None]
+    rows_of_matrix = n.to(tl.int64)[:, None] * weight_stride
     total = tl.zeros((EACH, BK), dtype=tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     for start in tl.static_range(0, K, BK):
         k = start + inner
         inside = k < K
-        value = tl.load(x + row * x_stride + k, mask=inside, other=0.0).to(tl.float32)
-        place = n.to(tl.int64)[:, None] * weight_stride
+        place = rows_of_matrix
         place += ((k // SEGMENT).to(tl.int64) * segment_stride + k % SEGMENT)[None, :]
         w = tl.load(weight + place, mask=live & inside[None, :], other=0.0)
+        if PDL and start == 0:  # the matrix does not depend on what ran before; x does
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        value = tl.load(x + row * x_stride + k, mask=inside, other=0.0).to(tl.float32)
         total += w.to(tl.float32) * value[None, :]
     sums = tl.sum(total, axis=1)
     if SWIGLU:
