@@ -50,12 +50,14 @@ class InklingLogits(LogitsProcessor):
             return None if logits is None else logits[..., : self.org_vocab_size]
         return LogitsProcessor.forward(self, lm_head, hidden_states, *args, **kwargs)
 
-    def get_top_tokens(self, lm_head: ParallelLMHead, hidden_states: Tensor, *_: object) -> Tensor:
+    def get_top_tokens(
+        self, lm_head: ParallelLMHead, hidden_states: Tensor, embedding_bias: Tensor | None = None
+    ) -> Tensor:
         """Most likely valid id [T] of every row; ranks exchange one (value, id) pair per row.
 
         vLLM's own version leaves the head's stored padding rows in the race.
         """
-        logits = lm_head.quant_method.apply(lm_head, hidden_states, bias=None)
+        logits = lm_head.quant_method.apply(lm_head, hidden_states, bias=embedding_bias)
         start = lm_head.shard_indices.org_vocab_start_index
         valid = min(max(self.org_vocab_size - start, 0), logits.shape[-1])
         logits[:, valid:] = float("-inf")
