@@ -22,6 +22,7 @@ from inkling_portable.inputs import SeededDraw, fill
 from inkling_portable.numerics import Tolerance
 from inkling_portable.registry import contract
 from inkling_portable.target import Target
+from tests.guards import broken_guards, guarded
 from tests.hypothesis_draw import HypothesisDraw
 from tests.quick_interpreter import install
 
@@ -94,6 +95,19 @@ WIDE = Plan(Split(128, 128, 8, 1, 3), None, 10**6), Plan(None, Whole(128, 128, 8
 def test_packing_heads_keeps_each_rows_bias(plan: Plan, new: int, context: int) -> None:
     """Contexts that are no multiple of a tile, with eight heads per KV head, row by row."""
     check(case([new], [context], extent=512, page=128), plan)
+
+
+def fenced(**call: Any) -> None:
+    """The op on copies of its arguments that lie between NaN or impossible indices."""
+    copies = {name: guarded(value) for name, value in call.items()}
+    kernel.rel_attention(**copies)
+    assert not broken_guards(copies)
+    call["out"].copy_(copies["out"])
+
+
+@pytest.mark.parametrize("seed", range(20, 24))
+def test_nothing_outside_the_arguments_is_touched(seed: int) -> None:
+    assert not disagreements(OP_FLOAT32, fenced, OP.inputs(SeededDraw(seed)))
 
 
 def test_one_long_request_among_short_ones() -> None:

@@ -51,7 +51,8 @@ def attend_split(
     rel_t, rel_h, rel_e, pages_b, out_t, out_h, out_d,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, EXTENT: tl.constexpr,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, BATCH: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, CLEAR: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, CLEAR: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One stretch of the line. part [2 * programs, M, WIDTH] and part_stat [2, 2 * programs, M]
     (maxima, then sums) are float32 scratch: slot p for an end, programs + p for a beginning."""
@@ -84,10 +85,12 @@ def attend_split(
         token = packed // GROUP
         head = kv_head * GROUP + packed % GROUP
         row_ok = token < fresh
+        # Rows past the last token repeat it: nothing of theirs is stored.
+        token = tl.minimum(token, fresh - 1)
         position = length - fresh + token
         lead = row_tile * M // GROUP
         line = tl.cast(start + lead, tl.int64)
-        rel_rows = (tl.minimum(token, fresh - 1) - lead) * rel_t + head * rel_h
+        rel_rows = (token - lead) * rel_t + head * rel_h
         first = length - fresh + lead
         high = tl.minimum(length, length - fresh + (row_tile * M + M - 1) // GROUP + 1)
         low = tl.maximum(first - (WINDOW - 1), 0) if WINDOW > 0 else 0
@@ -104,6 +107,7 @@ def attend_split(
         table = pages + tl.cast(request, tl.int64) * pages_b
         m, z, acc = attend_request(
             m, z, acc, query, rel_base, rel_rows, rel_e, position,
+            (first, high - 1),
             k_cache, v_cache, k_tiles, v_tiles, table, kv_head, d, length, low, high,
             tl.maximum(first_tile + begin, low // N), far,
             tl.minimum(first_tile + end, (high + N - 1) // N), scale,
@@ -131,10 +135,11 @@ def attend_split(
 
 @triton.jit(do_not_specialize=["batch", "few", "tokens", "programs", "least"])
 def combine_split(
-    q_starts, kv_lens, part, part_stat, out, batch, few, tokens, programs, least, out_t, out_h, out_d,
+    q_starts, kv_lens, part, part_stat, out, batch, few, tokens, programs, least,
+    out_t, out_h, out_d,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    BATCH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    BATCH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Join the pieces of one (request, token, head), columns PART * id .. of WIDTH.
 

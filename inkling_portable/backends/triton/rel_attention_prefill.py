@@ -49,10 +49,12 @@ def attend_whole(
         token = packed // GROUP
         head = kv_head * GROUP + packed % GROUP
         row_ok = token < fresh
+        # Rows past the last token repeat it: nothing of theirs is stored.
+        token = tl.minimum(token, fresh - 1)
         position = length - fresh + token
         lead = row_tile * M // GROUP
         line = tl.cast(start + lead, tl.int64)
-        rel_rows = (tl.minimum(token, fresh - 1) - lead) * rel_t + head * rel_h
+        rel_rows = (token - lead) * rel_t + head * rel_h
         first = length - fresh + lead
         high = tl.minimum(length, length - fresh + (row_tile * M + M - 1) // GROUP + 1)
         low = tl.maximum(first - (WINDOW - 1), 0) if WINDOW > 0 else 0
@@ -71,6 +73,7 @@ def attend_whole(
         acc = tl.zeros((M, WIDTH), tl.float32)
         m, z, acc = attend_request(
             m, z, acc, query, rel_base, rel_rows, rel_e, position,
+            (first, high - 1),
             k_cache, v_cache, k_tiles, v_tiles, table, kv_head, d, length, low, high,
             begin, far, end, scale,
             k_page, k_row, k_head, k_d, v_page, v_row, v_head, v_d,

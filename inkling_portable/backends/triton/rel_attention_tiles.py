@@ -103,53 +103,71 @@ def fold(m, z, acc, s, factor, v, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def bias_strip(
+def bias_strips(
     rel, rel_rows, rel_step, position, key, per_scale, N: tl.constexpr, EXTENT: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`near_start` for the N <= 32 keys key .. key+N-1: each lane of a warp reads one column.
+    """`near_start`, read in strips of 32 keys: each lane of a warp reads one column.
 
-    The loop's variable goes into the row pointers, so that nothing per element can be hoisted out
-    of the loop, where it would be kept in registers and spilled.
+    A wider load would deal a thread more rows, hence more pointers, instead of more columns. The
+    loop's variable goes into the row pointers, so that nothing per element can be hoisted out of
+    the loop, where it would be kept in registers and spilled.
     """
-    LIMIT: tl.constexpr = min(EXTENT, WINDOW) if WINDOW > 0 else EXTENT
-    column = tl.arange(0, N)[None, :]
-    since = position - key
-    row = (rel - tl.cast(key, tl.int64) * rel_step) + (rel_rows + position * rel_step)
-    # As unsigned numbers, negative distances are beyond any limit: one comparison serves both ends.
-    distance = (since[:, None] - column).to(tl.uint32)
-    bias = tl.load(row[:, None] - column * rel_step, mask=distance < LIMIT, other=0.0)
-    visible = distance < WINDOW if WINDOW > 0 else since[:, None] >= column
-    return tl.where(visible, bias.to(tl.float32) * per_scale, float("-inf"))
+    if N > 32:
+        H: tl.constexpr = N // 2
+        left = bias_strips(
+            rel, rel_rows, rel_step, position, key, per_scale, H, EXTENT, WINDOW, MASKED
+        )
+        right = bias_strips(
+            rel, rel_rows, rel_step, position, key + H, per_scale, H, EXTENT, WINDOW, MASKED
+        )
+        start = tl.permute(tl.join(left, right), (0, 2, 1)).reshape(position.shape[0], N)
+    else:
+        LIMIT: tl.constexpr = min(EXTENT, WINDOW) if WINDOW > 0 else EXTENT
+        column = tl.arange(0, N)[None, :]
+        row = (rel - tl.cast(key, tl.int64) * rel_step) + (rel_rows + position * rel_step)
+        # Columns lie in falling order; called contiguous, they are dealt to neighbouring lanes by
+        # every Triton version. Nothing is read as a vector: no row is known to be aligned.
+        at = tl.max_contiguous(row[:, None] - column * rel_step, [1, N])
+        if MASKED:
+            # As unsigned numbers, negative distances are beyond any limit: one comparison does.
+            since = position - key
+            distance = (since[:, None] - column).to(tl.uint32)
+            bias = tl.load(at, mask=distance < LIMIT, other=0.0).to(tl.float32) * per_scale
+            visible = distance < WINDOW if WINDOW > 0 else since[:, None] >= column
+            start = tl.where(visible, bias, float("-inf"))
+        else:
+            start = tl.load(at).to(tl.float32) * per_scale
+    return start
 
 
 @triton.jit
 def near_start(
-    rel, rel_rows, rel_step, position, key, per_scale, N: tl.constexpr, EXTENT: tl.constexpr,
-    WINDOW: tl.constexpr,
+    rel, rel_rows, rel_step, position, span, key, per_scale, N: tl.constexpr,
+    EXTENT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """What scores [M, N] of keys key .. key+N-1 start from: bias over scale, -inf where hidden.
 
     The matrix product adds to it, and one factor then scales both: so the bias is brought into the
     product's layout once, and the softmax stays in that layout. rel_rows [M] are 32-bit offsets
-    from `rel`, valid for every row of the tile. Read in strips of 32 keys, because a wider load
-    would deal a thread more rows, hence more pointers, instead of more columns.
+    from `rel`, position [M] lies within span = (first, last): both valid for every row of the
+    tile. Most tiles are within the extent and the past of all rows and need no mask.
     """
-    if N <= 32:
-        start = bias_strip(rel, rel_rows, rel_step, position, key, per_scale, N, EXTENT, WINDOW)
-    else:
-        H: tl.constexpr = N // 2
-        left = near_start(rel, rel_rows, rel_step, position, key, per_scale, H, EXTENT, WINDOW)
-        right = near_start(
-            rel, rel_rows, rel_step, position, key + H, per_scale, H, EXTENT, WINDOW
+    LIMIT: tl.constexpr = min(EXTENT, WINDOW) if WINDOW > 0 else EXTENT
+    if (key + N - 1 <= span[0]) & (span[1] - key < LIMIT):
+        start = bias_strips(
+            rel, rel_rows, rel_step, position, key, per_scale, N, EXTENT, WINDOW, False
         )
-        start = tl.permute(tl.join(left, right), (0, 2, 1)).reshape(position.shape[0], N)
+    else:
+        start = bias_strips(
+            rel, rel_rows, rel_step, position, key, per_scale, N, EXTENT, WINDOW, True
+        )
     return start
 
 
 @triton.jit
 def near_tile(
-    m, z, acc, q, rel, rel_rows, rel_step, position, k_base, v_base, page, tile, low, high,
+    m, z, acc, q, rel, rel_rows, rel_step, position, span, k_base, v_base, page, tile, low, high,
     k_page, k_row, v_page, v_row, scale, EXTENT: tl.constexpr, WINDOW: tl.constexpr,
     PAGE: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +175,9 @@ def near_tile(
     keys = tile * N + tl.arange(0, N)
     real = ((keys >= low) & (keys < high))[:, None]
     k = tl.load(cache_at(k_base, page, tile, k_page, k_row, PAGE, N), mask=real, other=0.0)
-    s = near_start(rel, rel_rows, rel_step, position, tile * N, 1 / scale, N, EXTENT, WINDOW)
+    s = near_start(
+        rel, rel_rows, rel_step, position, span, tile * N, 1 / scale, N, EXTENT, WINDOW
+    )
     s = product(q, tl.trans(k), s, PRECISION)
     v = tl.load(cache_at(v_base, page, tile, v_page, v_row, PAGE, N), mask=real, other=0.0)
     return fold(m, z, acc, s, scale, v, PRECISION)
@@ -165,7 +185,7 @@ def near_tile(
 
 @triton.jit
 def attend_keys(
-    m, z, acc, q, rel, rel_rows, rel_step, position, k_base, v_base, table, low, high,
+    m, z, acc, q, rel, rel_rows, rel_step, position, span, k_base, v_base, table, low, high,
     begin, far, end, k_page, k_row, v_page, v_row, scale,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -188,8 +208,8 @@ def attend_keys(
         begin = middle
     for tile in tl.range(begin, end, num_stages=STAGES):
         m, z, acc = near_tile(
-            m, z, acc, q, rel, rel_rows, rel_step, position, k_base, v_base, page, tile, low, high,
-            k_page, k_row, v_page, v_row, scale, EXTENT, WINDOW, PAGE, N, PRECISION,
+            m, z, acc, q, rel, rel_rows, rel_step, position, span, k_base, v_base, page, tile, low,
+            high, k_page, k_row, v_page, v_row, scale, EXTENT, WINDOW, PAGE, N, PRECISION,
         )  # fmt: skip
         page = page_of(table, tile + 1, low, last, PAGE, N)
     return m, z, acc
@@ -205,14 +225,19 @@ def page_row(table, tile, k_page_rows, v_page_rows, PAGE: tl.constexpr, N: tl.co
 
 @triton.jit
 def attend_whole_tiles(
-    m, z, acc, q, rel, rel_rows, rel_step, position, k_tiles, v_tiles, table,
+    m, z, acc, q, rel, rel_rows, rel_step, position, span, k_tiles, v_tiles, table, length,
     k_row0, k_col, k_page_rows, v_row0, v_col, v_page_rows, begin, far, end, scale,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`attend_keys` for tiles that lie wholly in the request, through tensor descriptors."""
+    """`attend_keys` with tensor descriptors (TMA), which read whole tiles.
+
+    The tile that holds the request's last key comes last and alone: what follows that key in its
+    page may be NaN, so its scores are hidden and its values cleared.
+    """
+    full = tl.maximum(tl.minimum(end, length // N), begin)
     if WINDOW == 0:
-        middle = tl.minimum(tl.maximum(far, begin), end)
+        middle = tl.minimum(tl.maximum(far, begin), full)
         for tile in tl.range(begin, middle, num_stages=STAGES):
             k_at, v_at = page_row(table, tile, k_page_rows, v_page_rows, PAGE, N)
             k = k_tiles.load([k_row0 + k_at, k_col])
@@ -220,50 +245,52 @@ def attend_whole_tiles(
             s = product(q, tl.trans(k), tl.zeros((q.shape[0], N), tl.float32), PRECISION)
             m, z, acc = fold(m, z, acc, s, scale, v, PRECISION)
         begin = middle
-    for tile in tl.range(begin, end, num_stages=STAGES):
+    for tile in tl.range(begin, full, num_stages=STAGES):
         k_at, v_at = page_row(table, tile, k_page_rows, v_page_rows, PAGE, N)
         k = k_tiles.load([k_row0 + k_at, k_col])
         v = v_tiles.load([v_row0 + v_at, v_col])
-        s = near_start(rel, rel_rows, rel_step, position, tile * N, 1 / scale, N, EXTENT, WINDOW)
+        s = near_start(
+            rel, rel_rows, rel_step, position, span, tile * N, 1 / scale, N, EXTENT, WINDOW
+        )
         s = product(q, tl.trans(k), s, PRECISION)
+        m, z, acc = fold(m, z, acc, s, scale, v, PRECISION)
+    if full < end:
+        k_at, v_at = page_row(table, full, k_page_rows, v_page_rows, PAGE, N)
+        k = k_tiles.load([k_row0 + k_at, k_col])
+        s = near_start(
+            rel, rel_rows, rel_step, position, span, full * N, 1 / scale, N, EXTENT, WINDOW
+        )
+        s = product(q, tl.trans(k), s, PRECISION)
+        real = full * N + tl.arange(0, N) < length
+        s = tl.where(real[None, :], s, float("-inf"))
+        v = v_tiles.load([v_row0 + v_at, v_col])
+        v = tl.where(real[:, None], v, tl.zeros_like(v))
         m, z, acc = fold(m, z, acc, s, scale, v, PRECISION)
     return m, z, acc
 
 
 @triton.jit
 def attend_request(
-    m, z, acc, q, rel, rel_rows, rel_step, position, k_cache, v_cache, k_tiles, v_tiles, table,
-    kv_head, d, length, low, high, begin, far, end, scale,
+    m, z, acc, q, rel, rel_rows, rel_step, position, span, k_cache, v_cache, k_tiles, v_tiles,
+    table, kv_head, d, length, low, high, begin, far, end, scale,
     k_page, k_row, k_head, k_d, v_page, v_row, v_head, v_d,
     k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold key tiles begin .. end-1 of one request and KV head, by the fastest loads there are.
-
-    With TMA, whole tiles come through tensor descriptors; the tile that holds the request's last
-    key is read with a mask, because what follows that key in its page is not ours to read.
-    """
-    k_base = k_cache + tl.cast(kv_head, tl.int64) * k_head + d[None, :] * k_d
-    v_base = v_cache + tl.cast(kv_head, tl.int64) * v_head + d[None, :] * v_d
+    """Fold key tiles begin .. end-1 of one request and KV head, by the fastest loads there are."""
     if TMA:
-        full = tl.maximum(tl.minimum(end, length // N), begin)
         m, z, acc = attend_whole_tiles(
-            m, z, acc, q, rel, rel_rows, rel_step, position, k_tiles, v_tiles, table,
+            m, z, acc, q, rel, rel_rows, rel_step, position, span, k_tiles, v_tiles, table, length,
             kv_head * k_head_rows, kv_head * k_head_cols, k_page_rows,
-            kv_head * v_head_rows, kv_head * v_head_cols, v_page_rows, begin, far, full, scale,
+            kv_head * v_head_rows, kv_head * v_head_cols, v_page_rows, begin, far, end, scale,
             EXTENT, WINDOW, PAGE, N, PRECISION, STAGES,
         )  # fmt: skip
-        if full < end:
-            page = page_of(table, full, low, high, PAGE, N)
-            m, z, acc = near_tile(
-                m, z, acc, q, rel, rel_rows, rel_step, position, k_base, v_base,
-                page, full, low, high, k_page, k_row, v_page, v_row, scale,
-                EXTENT, WINDOW, PAGE, N, PRECISION,
-            )  # fmt: skip
     else:
         m, z, acc = attend_keys(
-            m, z, acc, q, rel, rel_rows, rel_step, position, k_base, v_base,
+            m, z, acc, q, rel, rel_rows, rel_step, position, span,
+            k_cache + tl.cast(kv_head, tl.int64) * k_head + d[None, :] * k_d,
+            v_cache + tl.cast(kv_head, tl.int64) * v_head + d[None, :] * v_d,
             table, low, high, begin, far, end, k_page, k_row, v_page, v_row, scale,
             EXTENT, WINDOW, PAGE, N, PRECISION, STAGES,
         )  # fmt: skip

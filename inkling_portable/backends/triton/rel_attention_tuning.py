@@ -118,7 +118,8 @@ def split(target: Target, shape: Shape, packed: int) -> Split:
     if shape.element > 2:
         return Split(min(m, 32), 32, 4, 1, units, pdl=pdl)
     if target.vendor == "rocm":
-        return Split(min(m, 64), 64, 4, _amd_stages(target), 2 * units)
+        n = 64 if m <= 32 or shape.page % 64 == 0 else 32  # an address per key takes registers
+        return Split(min(m, 64), n, 4, _amd_stages(target), 2 * units)
     if m <= 32:
         return Split(m, 64, 4, _stages(target, shape, m, 64, 2, 3), 2 * units, pdl=pdl)
     warps, tma = (4 if m == 64 else 8), _tma(target, shape, 64)
@@ -135,7 +136,8 @@ def whole(target: Target, shape: Shape, packed: int) -> Whole:
     if shape.element > 2:
         return Whole(min(m, 32), 32, 4, 1, pdl=pdl)
     if target.vendor == "rocm":
-        return Whole(m, 64 if m <= 64 else 32, 4, _amd_stages(target))
+        n = 64 if m <= 32 or (m == 64 and shape.page % 64 == 0) else 32
+        return Whole(m, n, 4, _amd_stages(target))
     if m <= 32:
         return Whole(m, 64, 4, _stages(target, shape, m, 64, 2, 3), pdl=pdl)
     if shape.window:
