@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -368,6 +369,27 @@ def test_profiled_inputs_are_the_largest_allowed(omni: Path, limit: int) -> None
     side = largest_square(settings, limit)
     assert found == settings.tokens(side, side) <= limit or side == 1
     assert settings.tokens(side + 1, side + 1) > limit
+
+
+def test_hugging_face_naming(
+    truth: Truth, cases: dict[str, Prompt], omni: Path, tmp_path: Path
+) -> None:
+    truth.single.save_pretrained(tmp_path, save_original_format=False)
+    assert "model.vision_tower.final_norm.weight" in load_file(tmp_path / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json", "processor_config.json"):
+        shutil.copy(omni / name, tmp_path)
+    asked = cases["image and audio"]
+    (found,) = next_logprobs(Engine(tmp_path), [asked])
+    truth.check_next(found, asked)
+
+
+def test_media_can_be_switched_off(omni: Path, truth: Truth) -> None:
+    engine = Engine(omni, limit_mm_per_prompt={"image": 0, "audio": 0})
+    words = Prompt(omni, prompt(20))
+    (found,) = next_logprobs(engine, [words])
+    truth.check_next(found, words)
+    with pytest.raises(ValueError, match="text-only"):
+        run(engine, [Prompt(omni, picture(4, 4))], max_tokens=1)
 
 
 def test_our_class_serves(engines: Callable[..., Engine]) -> None:
