@@ -79,7 +79,8 @@ def step(rows: int, decode: bool, device: str) -> tuple[dict[str, Tensor], int]:
     """
     count, length = (rows, 1) if decode else (1, rows)
     first = 8191 if decode else 4096
-    i32, i64 = {"dtype": torch.int32, "device": device}, {"dtype": torch.int64, "device": device}
+    i32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    i64: dict[str, Any] = {"dtype": torch.int64, "device": device}
     row = torch.arange(rows, **i64)
     requests = row // length
     positions = first + row % length
@@ -114,7 +115,8 @@ def sources_arguments(batch: dict[str, Tensor], blocks: int) -> dict[str, Any]:
 def arguments(op: str, rows: int, rank: Rank, device: str, decode: bool = True,
               layer: str = "qkvr", dtype: torch.dtype = BF16) -> dict[str, Any]:  # fmt: skip
     """Keyword arguments of one op, private to this call."""
-    h, kinds = rank.hidden, {"device": device, "dtype": dtype}
+    h = rank.hidden
+    kinds: dict[str, Any] = {"device": device, "dtype": dtype}
     if op == "rms_norm":
         return {"x": normal(rows, h, **kinds), "weight": gain(h, **kinds), "eps": 1e-6,
                 "residual": normal(rows, h, **kinds)}  # fmt: skip
@@ -169,7 +171,8 @@ def arguments(op: str, rows: int, rank: Rank, device: str, decode: bool = True,
 
 def _conv(rows: int, rank: Rank, device: str, decode: bool, dtype: torch.dtype) -> Arguments:
     batch, blocks = step(rows, decode, device)
-    h, kinds = rank.hidden, {"device": device, "dtype": dtype}
+    h = rank.hidden
+    kinds: dict[str, Any] = {"device": device, "dtype": dtype}
     each = rank.conv_channels // rank.conv_groups
     # K and V share the cache with the two wide streams, hence the offset and the gaps.
     cache = normal(blocks, rank.conv_groups, 4, 256 + each + 64, **kinds)
@@ -193,7 +196,8 @@ def _conv(rows: int, rank: Rank, device: str, decode: bool, dtype: torch.dtype) 
 
 def _prep(rows: int, rank: Rank, device: str, decode: bool, dtype: torch.dtype) -> Arguments:
     batch, blocks = step(rows, decode, device)
-    kv, kinds = rank.kv_heads, {"device": device, "dtype": dtype}
+    kv = rank.kv_heads
+    kinds: dict[str, Any] = {"device": device, "dtype": dtype}
     cache = normal(blocks, kv, 4, 320, **kinds).transpose(1, 2)
     pages = -(-rows // 128) + 1
     keys, values = (normal(pages, kv, 128, 128, **kinds).transpose(1, 2) for _ in range(2))

@@ -108,6 +108,31 @@ def test_ids_are_valid_and_distinct_even_for_rows_of_nan() -> None:
         assert all(0 <= e < 40 for e in row)
 
 
+# --- products ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sinks_differ_and_their_segments_are_in_order(rows: int, dtype: torch.dtype) -> None:
+    """Two sinks of unlike weight; one row has kernels of its own."""
+    arguments = {
+        "x": fill((rows, 96), dtype, "normal", 1),
+        "w13": fill((2, 64, 96), dtype, "normal", 2),
+        "w2": fill((2, 96, 32), dtype, "normal", 3),
+        "gammas": torch.tensor([[0.5, 7.0]] * rows),
+    }
+    assert not disagreements(contract("sink_experts"), provider("sink_experts"), arguments)
+
+
+@pytest.mark.parametrize("op", ["gate_logits", "skinny_linear"])
+def test_one_row_products(op: str) -> None:
+    for seed, (n, k) in enumerate(((258, 6144), (33, 40), (10, 1000), (1, 8))):
+        for dtype in (torch.float32, torch.bfloat16):
+            arguments = {"x": fill((1, k), dtype, "normal", seed),
+                         "weight": fill((n, k), dtype, "small", seed + 9)}  # fmt: skip
+            assert not disagreements(contract(op), provider(op), arguments), (n, k)
+
+
 # --- short convolution ---------------------------------------------------------------------------
 
 

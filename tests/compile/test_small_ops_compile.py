@@ -7,31 +7,12 @@ memory: a host that would read a tensor's value fails here too.
 import pytest
 import torch
 
-from benchmarks.small_ops_shapes import LAYERS, OPS, RANKS, arguments
+from benchmarks.small_ops_shapes import RANKS, arguments
 from ci.cross_compile import SHARED_KIB, Launch, Report, compile_all, job, recorded
+from ci.kernel_table import CHIPS, launches_for
 from inkling_portable.backends.triton import OFFERS
 from inkling_portable.backends.triton._common import dependent_launch, launching_for
 from inkling_portable.target import Target
-
-CHIPS = {"sm90": "h200", "sm100": "b200", "gfx942": "mi300x", "gfx950": "mi355x"}
-# One, a few and many rows: both sides of every switch in the tuning functions.
-ROWS = ((1, True), (16, True), (64, True), (8192, False))
-# Kernels whose shapes differ between ranks are compiled for more than the first.
-RANK_NAMES = {"qkvr_prep": ("large-tp8-global", "large-tp8-local", "small-tp1-global")}
-
-
-def launches_for(chip: str) -> list[Launch]:
-    """All launches of all ops on one chip."""
-    rows_of_table = {row.op: row for row in OFFERS}
-    with launching_for(Target.parse(chip)), recorded() as launches:
-        for op in OPS:
-            function = rows_of_table[op].load()
-            for name in RANK_NAMES.get(op, ("large-tp8-global",)):
-                for rows, decode in ROWS:
-                    for layer in LAYERS if op == "skinny_linear" else ("qkvr",):
-                        if op != "skinny_linear" or rows <= 16:
-                            function(**arguments(op, rows, RANKS[name], "meta", decode, layer))
-    return launches
 
 
 @pytest.fixture(scope="module")
