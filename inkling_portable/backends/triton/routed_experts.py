@@ -9,18 +9,21 @@ bounds: longer steps run in parts, by tokens and then by output columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from inkling_portable.backends.triton._common import ceil_div, check_rows, next_power_of_2
 from inkling_portable.backends.triton.routed_experts_gemm import combine_kernel, tile_kernel
+from inkling_portable.backends.triton.routed_experts_gemv import gemv_down_kernel, gemv_up_kernel
 from inkling_portable.backends.triton.routed_experts_sort import make_plan
 from inkling_portable.backends.triton.routed_experts_tuning import (
+    GEMV_TO,
     INNER_BYTES,
     PARTS_BYTES,
     UNPLANNED_TO,
+    gemv_rows,
     tiling,
     tokens_per_tile,
 )
@@ -47,6 +50,15 @@ class Matrix:
         if self.gain is not None:
             gain = (self.gain.stride(0), self.gain.stride(1) if self.gain.shape[1] > 1 else 0)
         return (*self.codes.stride()[:2], *scale, *gain)
+
+    def wordable(self) -> bool:
+        """Whether rows of 4-bit codes can be read as 64-bit words."""
+        step = self.codes.stride(0) | self.codes.stride(1) | self.codes.storage_offset()
+        return self.form in BLOCKS and step % 8 == 0
+
+    def words(self) -> Matrix:
+        """The same with 16 codes in each int64."""
+        return replace(self, codes=self.codes.view(torch.int64))
 
 
 def _matrix(name: str, w: Tensor, scale: Tensor | None, gain: Tensor | None, form: str,
@@ -120,11 +132,35 @@ def routed_experts(
     if tokens == 0 or ids.shape[1] == 0:
         return out.zero_()
     ids, weights = ids.contiguous(), weights.contiguous()
+    if tokens <= GEMV_TO and up.wordable() and down.wordable():
+        _rows(x, ids, weights, up, down, interleaved, out)
+        return out
     share = max(1, INNER_BYTES // (ids.shape[1] * down.inner * x.element_size()))
     for start in range(0, tokens, share):
         part = slice(start, start + share)
         _tiles(x[part], ids[part], weights[part], up, down, interleaved, out[part])
     return out
+
+
+def _rows(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, interleaved: bool,
+          out: Tensor) -> None:  # fmt: skip
+    """Both products without tensor cores; the second sums over slots."""
+    tokens, top_k = ids.shape
+    experts, up, down = up.codes.shape[0], up.words(), down.words()
+    inner = torch.empty(tokens * top_k, down.inner, dtype=x.dtype, device=x.device)
+    how = gemv_rows(True, up.inner)
+    gemv_up_kernel[(ceil_div(up.rows, how.each), tokens * top_k)](
+        x, ids, up.codes, up.scale, up.gain, inner, experts, up.rows, x.stride(0), *up.strides(),
+        inner.stride(0), K=up.inner, TOP_K=top_k, FORMAT=up.form, GAIN=up.gain is not None,
+        INTERLEAVED=interleaved, EACH=how.each, N=how.words, num_warps=how.warps,
+    )  # fmt: skip
+    how = gemv_rows(False, down.inner)
+    gemv_down_kernel[(ceil_div(down.rows, how.each), tokens)](
+        inner, ids, weights, down.codes, down.scale, down.gain, out, experts, down.rows,
+        inner.stride(0), *down.strides(), out.stride(0), K=down.inner, TOP_K=top_k,
+        FORMAT=down.form, GAIN=down.gain is not None, EACH=how.each, N=how.words,
+        num_warps=how.warps,
+    )  # fmt: skip
 
 
 def _tiles(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, interleaved: bool,

@@ -24,6 +24,31 @@ class Tiling:
     stages: int
 
 
+GEMV_TO = 1
+"""Tokens up to which 4-bit products run without tensor cores."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Weight rows of a program, 16-column words of its step, warps."""
+
+    each: int
+    words: int
+    warps: int
+
+
+def gemv_rows(up: bool, inner: int) -> Rows:
+    """Settings of the products without tensor cores.
+
+    A word for each lane of the program: its activations then lie in the lane that needs them.
+    """
+    if target().vendor == "cpu":
+        return Rows(64, min(64, next_power_of_2(inner // 16)), 4)
+    if is_rocm():
+        return Rows(4, 128, 2) if up else Rows(4, 64 if inner > 512 else 32, 1)
+    return Rows(8, 128, 4) if up else Rows(4, 32, 1)
+
+
 def tokens_per_tile(pairs: int, experts: int) -> int:
     """Rows of a planned tile: about what an expert gets; at most 32 on AMD, where more spills."""
     tallest = 32 if is_rocm() else 64
