@@ -198,8 +198,8 @@ def rel_attention(
         tile = min(TILE, max(1, SCORE_BUDGET // (q.shape[1] * span)))
         for row in range(first, stop, tile):
             end = min(stop, row + tile)
-            low = max(0, before + row - first - (window - 1)) if window else 0
-            seen = slice(low - oldest, before + end - first - oldest)
+            start = max(0, before + row - first - (window - 1)) if window else 0
+            seen = slice(start - oldest, before + end - first - oldest)
             queries = torch.arange(before + row - first, before + end - first, device=q.device)
             # Leading keys that no query of the tile is near to need neither bias nor mask.
             far = 0 if window else max(0, before + row - first - rel.shape[-1] + 1)
