@@ -82,7 +82,9 @@ def plan(target: Target, shape: Shape) -> Plan:
     packed = max_q * shape.group
     if shape.window:
         tiles = shape.batch * shape.kv_heads * -(-packed // FEW_ROWS)
-        if packed <= FEW_ROWS and 8 * tiles <= _units(target):
+        # On AMD the split kernel with a window spills scalar registers from 64 rows on.
+        most = 16 if target.vendor == "rocm" else FEW_ROWS
+        if packed <= most and 8 * tiles <= _units(target):
             return Plan(split(target, shape, packed), None, max_q)
         return Plan(None, whole(target, shape, packed))
     if packed <= FEW_ROWS or _few_tiles(target, shape, max_q):
@@ -118,8 +120,9 @@ def split(target: Target, shape: Shape, packed: int) -> Split:
     if shape.element > 2:
         return Split(min(m, 32), 32, 4, 1, units, pdl=pdl)
     if target.vendor == "rocm":
-        n = 64 if m <= 32 or shape.page % 64 == 0 else 32  # an address per key takes registers
-        return Split(min(m, 64), n, 4, _amd_stages(target), 2 * units)
+        # An address per key takes the registers that a second stage would need.
+        stages = _amd_stages(target) if m <= 32 or shape.page % 64 == 0 else 1
+        return Split(min(m, 64), 64, 4, stages, 2 * units)
     if m <= 32:
         return Split(m, 64, 4, _stages(target, shape, m, 64, 2, 3), 2 * units, pdl=pdl)
     warps, tma = (4 if m == 64 else 8), _tma(target, shape, 64)

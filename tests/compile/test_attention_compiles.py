@@ -1,0 +1,78 @@
+"""Attention compiles for chips that are not here, in the configurations that tuning picks there."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from ci.cross_compile import Launch, Report, compile_all, recorded
+from inkling_portable.backends.triton import rel_attention as kernel
+from inkling_portable.target import Target
+
+CHIPS = {"sm90": "h200", "sm100": "b200", "gfx942": "mi300x", "gfx950": "mi355x"}
+# One rank of eight: global layers, then local ones; (new tokens, batch, longest).
+GLOBAL = [(1, 1, 65536), (1, 64, 8192), (4, 1, 65536), (9, 1, 65536), (64, 1, 129088),
+          (16384, 1, 16384), (2048, 64, 131072)]  # fmt: skip
+LOCAL = [(1, 1, 8192), (1, 64, 8192), (9, 1, 65536), (9, 64, 65536), (16384, 1, 16384)]
+# Widest load or asynchronous copy of the loop over keys: 16 bytes.
+WIDE_LOAD = {"sm": r"cp\.async\.cg\.shared\.global|ld\.global\S*\.v4|cp\.async\.bulk\.tensor",
+             "gf": r"global_load_dwordx4|buffer_load_dwordx4|global_load_lds_dwordx4"}  # fmt: skip
+MATRIX = {"sm": r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", "gf": r"v_mfma"}
+
+
+def launches(chip: str, page: int) -> list[Launch]:
+    """What the op launches on `chip` for the serving shapes, on tensors without memory."""
+    target, found = Target.parse(chip), []
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for kv_heads, window, calls in ((1, 0, GLOBAL), (2, 512, LOCAL)):
+        for fresh, batch, longest in calls:
+            rows, extent = fresh + batch - 1, window or 1024
+            cache_ = tensor(4096, kv_heads, page, 256).transpose(1, 2)
+            with recorded() as new:
+                kernel.attend(
+                    target, tensor(rows, 8, 128), cache_[..., :128], cache_[..., 128:],
+                    tensor(rows, 8, extent), tensor(batch, 8192, dtype=torch.int32),
+                    tensor(batch + 1, dtype=torch.int32), tensor(batch, dtype=torch.int32),
+                    fresh, longest, window, 1 / 128, tensor(rows, 8, 128),
+                )  # fmt: skip
+            found += new
+    return found
+
+
+@cache
+def reports(arch: str, page: int) -> list[Report]:
+    return compile_all(launches(CHIPS[arch], page), [arch])
+
+
+@pytest.mark.parametrize("page", [128, 16])
+@pytest.mark.parametrize("arch", CHIPS)
+def test_fits_the_chip(arch: str, page: int) -> None:
+    """No spill and no scratch on AMD, few on NVIDIA; shared memory within the chip's."""
+    for report in reports(arch, page):
+        faults = report.faults()
+        if arch.startswith("sm"):
+            # ptxas keeps addresses in memory that it moved out of the loop over requests, to read
+            # them back once per request: seen in the machine code, not in the loops over keys.
+            assert report.spills <= 80, report
+            faults = [f for f in faults if "shared" in f]
+        assert not faults, faults
+
+
+@pytest.mark.parametrize("page", [128, 16])
+@pytest.mark.parametrize("arch", CHIPS)
+def test_uses_matrix_units_and_wide_loads(arch: str, page: int) -> None:
+    attention = [r for r in reports(arch, page) if r.kernel.startswith("attend")]
+    assert len(attention) >= 5
+    for report in attention:
+        assert report.count(MATRIX[arch[:2]]) >= 8, report
+        assert report.count(WIDE_LOAD[arch[:2]]) >= 4, report
+
+
+def test_gfx950_pipelines_nothing() -> None:
+    """Pipelined attention loops were miscompiled for gfx950 by public releases."""
+    for launch in launches("mi355x", 128):
+        if launch.name.startswith("attend"):
+            assert launch.options["num_stages"] == 1
