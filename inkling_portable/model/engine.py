@@ -109,6 +109,7 @@ __all__ = [
     "eager_break",
     "expert_parallel_size",
     "expert_shard",
+    "gather_from_ranks",
     "get_current_vllm_config",
     "get_pp_group",
     "get_tensor_model_parallel_rank",
@@ -166,6 +167,14 @@ def tp_group_name() -> str:
         return ""
     name: str = get_tp_group().device_group.group_name
     return name
+
+
+def gather_from_ranks(value: Any) -> list[Any]:
+    """One picklable value from every tensor-parallel rank, in rank order."""
+    group = get_tp_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, value, group=group.cpu_group)
+    return found
 
 
 def merge_multimodal(rows: torch.Tensor, tower_rows: Any, slots: torch.Tensor) -> torch.Tensor:

@@ -123,12 +123,6 @@ def describe(config: PretrainedConfig) -> InklingConfig:
     return parse(_text_fields(config))
 
 
-def is_text_only(config: PretrainedConfig) -> bool:
-    """Whether a config has no tower that is switched on."""
-    described = describe(config)
-    return described.vision is None and described.audio is None
-
-
 def _text_fields(config: InklingTextConfig) -> dict[str, Any]:
     fields = {name: getattr(config, name, None) for name in config._fields}
     return {**fields, "model_type": config.model_type, "mtp_config": config.mtp_config or None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,11 +20,20 @@ from inkling_portable.model.engine import (
     VllmConfig,
     cache_dtype,
     expert_parallel_size,
+    gather_from_ranks,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tp_group_name,
 )
-from inkling_portable.registry import MODELS, SETTINGS, Facts, Resolved, parse_overrides, resolve
+from inkling_portable.registry import (
+    MODELS,
+    SETTINGS,
+    Facts,
+    Resolved,
+    SelectionError,
+    parse_overrides,
+    resolve,
+)
 from inkling_portable.target import Target
 
 
@@ -53,6 +62,14 @@ class Settings:
         """The ops, once more when a cache is bound: some choices depend on its page size."""
         return resolve(self.target, replace(self.facts, page_size=page_size), dict(self.requests))
 
+    def chosen(self) -> dict[str, tuple[str, ...]]:
+        """Providers that serve each op, in the order in which they are tried."""
+        out: dict[str, tuple[str, ...]] = {}
+        for decision in self.ops().decisions:
+            if decision.verdict == "chosen":
+                out[decision.op] = (*out.get(decision.op, ()), decision.provider)
+        return out
+
     def per_rank(self, geometry: AttentionGeometry) -> tuple[int, int]:
         """(query heads, KV heads) of one rank."""
         return geometry.heads // self.tp, geometry.kv_heads // self.tp
@@ -76,8 +93,12 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
     extra = extra if isinstance(extra, Mapping) else {}
     requests = parse_overrides(extra, os.environ.get("INKLING_PORTABLE"))
     block = extra.get("inkling_portable") or {}
-    settings = {name: bool(block.get(name, False)) for name in SETTINGS}
-    return Settings(
+    for name in SETTINGS:
+        if not isinstance(block.get(name, False), bool):
+            raise SelectionError(
+                f"--additional-config needs true or false for {name}; found {block[name]!r}"
+            )
+    settled = Settings(
         config=config,
         facts=_facts(vllm_config, config.text, tp),
         requests=tuple(sorted(requests.items())),
@@ -85,8 +106,26 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
         tp=tp,
         rank=get_tensor_model_parallel_rank(),
         group=tp_group_name(),
-        allow_nonfinite=settings["allow_nonfinite"],
+        allow_nonfinite=block.get("allow_nonfinite", False),
     )
+    if tp > 1:
+        check_ranks_agree(gather_from_ranks(settled.chosen()))
+    return settled
+
+
+def check_ranks_agree(chosen: Sequence[Mapping[str, tuple[str, ...]]]) -> None:
+    """Raise SelectionError unless every rank chose the same providers for every op.
+
+    Ranks exchange partial sums inside ops, so different providers would wait for one another.
+    """
+    for rank, found in enumerate(chosen):
+        for name, providers in chosen[0].items():
+            if found[name] != providers:
+                raise SelectionError(
+                    f"tensor-parallel ranks need the same provider for {name}; rank 0 chose "
+                    f"{', '.join(providers)} and rank {rank} {', '.join(found[name])}; install the "
+                    "same libraries for both"
+                )
 
 
 def _facts(vllm_config: VllmConfig, text: TextConfig, tp: int) -> Facts:

@@ -1,0 +1,75 @@
+"""Tensor parallelism: two ranks together equal transformers, and disagreeing ranks are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from inkling_portable.commands.tiny import write_tiny
+from tests.vllm_cpu.conftest import Oracle, prompt
+
+SERVE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    folder, prompts = sys.argv[1], json.loads(sys.argv[2])
+    llm = LLM(folder, dtype="float32", tensor_parallel_size=2, max_model_len=256, block_size=16,
+              kv_cache_memory_bytes=64 << 20, gpu_memory_utilization=0.1, max_logprobs=-1,
+              max_num_batched_tokens=48)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=-1)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    first = [out.outputs[0].logprobs[0] for out in outputs]
+    rows = [[row[i].logprob for i in range(len(row))] for row in first]
+    print("answer", json.dumps([rows, [list(o.outputs[0].token_ids) for o in outputs]]))
+"""
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "model", preset="small-like", layers=6, dtype="float32")
+    (tmp_path / "serve.py").write_text(SERVE)
+    prompts = [prompt(length) for length in (5, 40, 103)]
+    # Each worker gets one core; a machine with one memory node has to be told.
+    settings = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    done = subprocess.run(
+        [sys.executable, "serve.py", str(tmp_path / "model"), json.dumps(prompts)],
+        env={**os.environ, **settings}, capture_output=True, text=True, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
+    assert lines, done.stderr[-3000:]
+    rows, tokens = json.loads(lines[0].removeprefix("answer "))
+    oracle = Oracle(tmp_path / "model")
+    answer = oracle.answer(prompts[-1])
+    for ids, row, generated in zip(prompts, rows, tokens, strict=True):
+        n = len(ids)
+        answer.check(torch.tensor([row]), slice(n - 1, n), f"{n} tokens on two ranks")
+        oracle.assert_greedy(ids, generated)
+
+
+def test_ranks_that_chose_differently_are_refused() -> None:
+    from inkling_portable.model.settings import check_ranks_agree
+    from inkling_portable.registry import SelectionError
+
+    one = {"rms_norm": ("triton",), "conv_residual_norm": ("lamport", "triton")}
+    check_ranks_agree([one, dict(one)])
+    with pytest.raises(SelectionError, match=r"conv_residual_norm; rank 0 chose lamport, triton "
+                       r"and rank 1 triton"):  # fmt: skip
+        check_ranks_agree([one, {**one, "conv_residual_norm": ("triton",)}])
+
+
+def test_expert_parallelism_on_a_cpu_is_refused() -> None:
+    # vLLM's experts for a CPU index past their weights when a rank holds some of them.
+    from inkling_portable.registry import Facts, SelectionError, resolve
+    from inkling_portable.target import Target
+
+    target = Target.parse("cpu+vllm=0.32.0")
+    assert resolve(target, Facts()).routed_experts is None
+    assert resolve(target, Facts(ep=2)).routed_experts is not None
+    with pytest.raises(SelectionError, match="expert map of expert parallelism"):
+        resolve(target, Facts(ep=2), {"routed_experts": "engine"})
