@@ -14,7 +14,6 @@ compiled beforehand in parallel, and prints the best ones.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
@@ -31,7 +30,7 @@ from torch import Tensor
 from benchmarks.timing import environment, median_us
 from inkling_portable.agreement import disagreements
 from inkling_portable.backends.triton import routed_experts as module
-from inkling_portable.backends.triton.routed_experts_tuning import Tiling
+from inkling_portable.backends.triton.routed_experts_tuning import Rows, Tiling
 from inkling_portable.registry import contract
 from inkling_portable.target import Target
 
@@ -181,6 +180,29 @@ def tile_choices(form: str, width: int, up: bool) -> Iterator[Tiling]:
         yield Tiling(wide, deep, warps, stages)
 
 
+def row_choices(up: bool) -> Iterator[Rows]:
+    """Settings worth trying for one product without tensor cores: a word for each lane."""
+    if up:
+        yield from (Rows(e, 32 * w, w) for e in (2, 4, 8, 16) for w in (1, 2, 4))
+    else:
+        yield from (Rows(e, 32 * w, w) for e in (2, 4, 8) for w in (1, 2))
+        yield from (Rows(e, 32, 4) for e in (8, 16))
+
+
+def trials_of(form: str, width: int, tokens: int) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(group, replaced functions, description): within a group the fastest is wanted."""
+    four = form in ("nvfp4", "mxfp4")
+    for up, name in ((True, "w13"), (False, "w2")):
+        if four and tokens <= 4:
+            for rows in row_choices(up):
+                functions = {"gemv_rows": patched(0, up, rows, module.gemv_rows), "GEMV_TO": tokens}
+                yield f"rows {name}", functions, str(rows)
+        if not four or tokens > 1:
+            for tiles in tile_choices(form, width, up):
+                functions = {"tiling": patched(1, up, tiles, module.tiling), "GEMV_TO": 0}
+                yield f"tiles {name}", functions, str(tiles)
+
+
 @contextmanager
 def chosen(**functions: Any) -> Iterator[None]:
     """Replace the launcher's tuning functions."""
@@ -194,9 +216,9 @@ def chosen(**functions: Any) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def patched(up: bool, choice: Any, base: Callable[..., Any]) -> Callable[..., Any]:
-    """`tiling` with one product's answer replaced."""
-    return lambda form, is_up, *rest: choice if is_up == up else base(form, is_up, *rest)
+def patched(place: int, up: bool, choice: Any, base: Callable[..., Any]) -> Callable[..., Any]:
+    """A tuning function whose answer for one product, told by argument `place`, is replaced."""
+    return lambda *asked: choice if asked[place] == up else base(*asked)
 
 
 def _compile(work: Any) -> str:
@@ -236,39 +258,40 @@ def sweep(models: list[str], forms: list[str], tokens_list: list[int], seconds: 
           ) -> list[dict[str, Any]]:  # fmt: skip
     """Best settings of each product for each shape, one product after the other."""
     deadline = time.perf_counter() + seconds
-    base = module.tiling
     shapes = list(itertools.product(models, forms, tokens_list))
-    trials = []
-    for model, form, tokens in shapes:
-        for up in (True, False):
-            for choice in tile_choices(form, MODELS[model][1], up):
-                trials.append((model, form, tokens, {"tiling": patched(up, choice, base)}))
-    precompile(trials)
+    precompile([(model, form, tokens, functions) for model, form, tokens in shapes
+                for _, functions, _ in trials_of(form, MODELS[model][1], tokens)])  # fmt: skip
     results = []
     weights: dict[str, Any] = {}
     key = None
-    for model, form, tokens in shapes:
+    for number, (model, form, tokens) in enumerate(shapes):
         if key != (model, form):
             weights, key = {}, (model, form)
             weights = weights_of(model, form)
-        sets = realistic(tokens_of(MODELS[model][0], tokens, calls_for(tokens)))
+        sets = tokens_of(MODELS[model][0], tokens, calls_for(tokens))
+        sets = realistic(sets) if tokens > 1 else sets
         calls = [lambda one=one, w=weights: module.routed_experts(**w, **one) for one in sets]
         calls[0]()
         default = median_us(calls, 5)
-        for up in (True, False):
-            table = []
-            for choice in tile_choices(form, MODELS[model][1], up):
-                if time.perf_counter() > deadline:
-                    break
-                with chosen(tiling=patched(up, choice, base)):
-                    try:
-                        calls[0]()
-                        table.append((median_us(calls, 5), dataclasses.astuple(choice)))
-                    except Exception as error:
-                        print(f"  {choice}: {type(error).__name__}", file=sys.stderr)
+        share = time.perf_counter() + (deadline - time.perf_counter()) / (len(shapes) - number)
+        groups: dict[str, list[tuple[float, str]]] = {}
+        trials = list(trials_of(form, MODELS[model][1], tokens))
+        # Interleaved, so that a deadline leaves some of every group.
+        for i in torch.randperm(len(trials)).tolist():
+            group, functions, name = trials[i]
+            if time.perf_counter() > share:
+                break
+            with chosen(**functions):
+                try:
+                    calls[0]()
+                    groups.setdefault(group, []).append((median_us(calls, 5), name))
+                except Exception as error:
+                    print(f"  {name}: {type(error).__name__}", file=sys.stderr)
+        for group, table in sorted(groups.items()):
             table.sort()
-            results.append({"model": model, "format": form, "tokens": tokens, "up": up,
-                            "default_us": default, "best": table[:6]})  # fmt: skip
+            results.append({"model": model, "format": form, "tokens": tokens, "group": group,
+                            "tried": len(table), "default_us": default,
+                            "best": table[:6]})  # fmt: skip
             print(json.dumps(results[-1]), flush=True)
     return results
 

@@ -53,8 +53,8 @@ class Matrix:
 
     def wordable(self) -> bool:
         """Whether rows of 4-bit codes can be read as 64-bit words."""
-        step = self.codes.stride(0) | self.codes.stride(1) | self.codes.storage_offset()
-        return self.form in BLOCKS and step % 8 == 0
+        steps = (*self.codes.stride()[:2], self.codes.storage_offset())
+        return self.form in BLOCKS and all(step % 8 == 0 for step in steps)
 
     def words(self) -> Matrix:
         """The same with 16 codes in each int64."""

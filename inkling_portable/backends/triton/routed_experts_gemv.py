@@ -51,15 +51,18 @@ def _eight(words, x, N: tl.constexpr):
 @triton.jit
 def _words(w, scales, row_live, start, K: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr):
     """(words int64 [R, N], scales times 2^63 [R, N]) from word `start` of the rows at w, scales."""
-    # Understating contiguity keeps one word of each row in a lane, where the activations of that
+    # Understating alignment keeps one word of each row in a lane, where the activations of that
     # word are too: nothing is exchanged between lanes, and a warp still reads 256 bytes at once.
-    word = tl.max_contiguous(start + tl.max_contiguous(tl.arange(0, N), 1), 1)
+    word = tl.multiple_of(start + tl.multiple_of(tl.arange(0, N), 1), 1)
     mask = row_live[:, None] & (word < K // 16)[None, :]
     words = tl.load(w + word[None, :], mask=mask, other=0)
     if FORMAT == "nvfp4":
         scale = e4m3_scale(tl.load(scales + word[None, :], mask=mask, other=0))
     else:
-        scale = e8m0_scale(tl.load(scales + (word // 2)[None, :], mask=mask, other=0))
+        # The layout of the words suits their scales too, which a stated contiguity brings about;
+        # with the alignment of one byte no load becomes wider than one scale.
+        half = tl.multiple_of(tl.max_contiguous(word // 2, N), 1)
+        scale = e8m0_scale(tl.load(scales + half[None, :], mask=mask, other=0))
     return words, scale
 
 
