@@ -23,6 +23,7 @@ from inkling_portable.backends.triton.routed_experts_tuning import (
     INNER_BYTES,
     PARTS_BYTES,
     UNPLANNED_TO,
+    converts_e4m3,
     gemv_rows,
     tiling,
     tokens_per_tile,
@@ -176,6 +177,7 @@ def _tiles(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, in
         tall, plan, tiles = max(16, next_power_of_2(tokens)), None, pairs
     inner = torch.empty(pairs, down.inner, dtype=x.dtype, device=x.device)
     exact = x.dtype == torch.float32
+    ptx = converts_e4m3() and x.dtype == torch.bfloat16
 
     def launch(m: Matrix, source: Tensor, target: Tensor, is_up: bool, first: int, last: int
                ) -> None:  # fmt: skip
@@ -185,7 +187,8 @@ def _tiles(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, in
             m.rows, first, last, source.stride(0), *m.strides(), target.stride(0),
             K=m.inner, TOP_K=top_k, KP=next_power_of_2(top_k), FORMAT=m.form,
             GAIN=m.gain is not None, UP=is_up, INTERLEAVED=interleaved, PLANNED=planned, BM=tall,
-            BN=how.wide, BK=how.deep, EXACT=exact, num_warps=how.warps, num_stages=how.stages,
+            BN=how.wide, BK=how.deep, EXACT=exact, PTX=ptx, num_warps=how.warps,
+            num_stages=how.stages,
         )  # fmt: skip
 
     launch(up, x, inner, True, 0, up.rows)

@@ -14,9 +14,12 @@ import triton.language as tl
 
 from inkling_portable.backends.triton.routed_experts_decode import (
     e2m1_pair,
+    e2m1_pair_ptx,
     e4m3_scale,
+    e4m3_scale_bf16,
     e4m3_value,
     e8m0_scale,
+    e8m0_scale_bf16,
 )
 
 
@@ -65,10 +68,10 @@ def _dot(a, b, total, lost, EXACT: tl.constexpr):
 @triton.jit
 def _product(x, rows, live, x_stride, w, place, row_live, scales, scale_place,
              K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-             FORMAT: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+             FORMAT: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """[BN, BM] float32: weight rows at `w + place` times the rows of x, without gain.
 
-    4-bit formats: times 2^-63.
+    4-bit formats without PTX: times 2^-63.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     FOUR: tl.constexpr = FORMAT == "nvfp4" or FORMAT == "mxfp4"
@@ -97,9 +100,16 @@ def _product(x, rows, live, x_stride, w, place, row_live, scales, scale_place,
                 inside = start + k < K
                 values = tl.load(x_rows + (start + k)[None, :],
                                  mask=live[:, None] & inside[None, :], other=0.0)  # fmt: skip
-            scale = e4m3_scale(codes) if FORMAT == "nvfp4" else e8m0_scale(codes)
+            if PTX:
+                scale = e4m3_scale_bf16(codes) if FORMAT == "nvfp4" else e8m0_scale_bf16(codes)
+            else:
+                scale = e4m3_scale(codes) if FORMAT == "nvfp4" else e8m0_scale(codes)
             wide = tl.broadcast_to(scale[:, :, None], (BN, BK // BLOCK, BLOCK // 2))
-            even, odd = e2m1_pair(packed, tl.reshape(wide, (BN, BK // 2)), DTYPE)
+            wide = tl.reshape(wide, (BN, BK // 2))
+            if PTX:
+                even, odd = e2m1_pair_ptx(packed, wide)
+            else:
+                even, odd = e2m1_pair(packed, wide, DTYPE)
             x_even, x_odd = tl.split(tl.reshape(values, (BM, BK // 2, 2)))
             total, lost = _dot(even, x_even, total, lost, EXACT)
             total, lost = _dot(odd, x_odd, total, lost, EXACT)
@@ -154,6 +164,7 @@ def tile_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EXACT: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """One tile of one product.
 
@@ -182,9 +193,9 @@ def tile_kernel(
         total = _product(
             x, pair // TOP_K if UP else pair, live, x_stride,
             w, which * w_expert + row * w_row, row_live, scales, which * s_expert + row * s_row,
-            K, BM, BN, BK, FORMAT, EXACT,
+            K, BM, BN, BK, FORMAT, EXACT, PTX,
         )  # fmt: skip
-        if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        if (FORMAT == "nvfp4" or FORMAT == "mxfp4") and not PTX:
             total *= 2.0**63
         if GAIN:
             gain = tl.load(gains + which * g_expert + row * g_row, mask=row_live, other=0.0)

@@ -37,6 +37,11 @@ class Rows:
     warps: int
 
 
+def converts_e4m3() -> bool:
+    """Whether the target has NVIDIA's instructions for E4M3 and for looking bytes up (sm89 on)."""
+    return target().vendor == "cuda" and int(target().arch[2:]) >= 89
+
+
 def gemv_rows(up: bool, inner: int) -> Rows:
     """Settings of the products without tensor cores.
 
@@ -64,5 +69,5 @@ def tiling(form: str, up: bool, tall: int, inner: int, exact: bool) -> Tiling:
     if is_rocm():
         return Tiling(64, 128 if form in ("nvfp4", "mxfp4") else 64, 4, 2)
     if form in ("nvfp4", "mxfp4"):
-        return Tiling(64, 128 if inner % 256 else 256, 4, 4 if tall <= 32 else 3)
+        return Tiling(64, 128 if inner % 256 or tall > 16 else 256, 4, 4 if tall <= 32 else 3)
     return Tiling(64, 128 if tall <= 32 else 64, 4, 4 if tall <= 32 else 3)

@@ -1,0 +1,79 @@
+"""Routed experts of the Triton tier on this machine's GPU: contract, guards, graph replay."""
+
+import pytest
+import torch
+
+from benchmarks.experts import FORMATS, MODELS, realistic, tokens_of, weights_of
+from inkling_portable.agreement import convert, disagreements, run
+from inkling_portable.backends.triton import OFFERS
+from inkling_portable.inputs import SeededDraw
+from inkling_portable.registry import contract
+from tests.guards import broken_guards, guarded
+
+OP = contract("routed_experts")
+routed_experts = next(
+    row for row in OFFERS if row.op == "routed_experts" and row.provider == "triton"
+).load()
+
+
+def test_contract_on_drawn_inputs() -> None:
+    """Small odd shapes, all formats, float32 and bfloat16."""
+    for seed in range(80):
+        drawn = OP.inputs(SeededDraw(seed))
+        assert not disagreements(OP, routed_experts, drawn, device="cuda"), seed
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("model", ["large-tp8", "small-tp2"])
+def test_contract_on_served_shapes(form: str, model: str) -> None:
+    torch.manual_seed(0)
+    weights = weights_of(model, form)
+    for tokens in (1, 3, 16, 40, 300):
+        one = realistic(tokens_of(MODELS[model][0], tokens, 1))[0]
+        assert not disagreements(OP, routed_experts, {**weights, **one}), tokens
+
+
+def test_extreme_routing_on_served_shapes() -> None:
+    """All tokens on the same experts, and experts held by other ranks."""
+    torch.manual_seed(1)
+    weights = weights_of("large-tp8", "nvfp4")
+    for tokens in (1, 16, 200):
+        one = tokens_of(6144, tokens, 1)[0]
+        one["ids"] = torch.arange(6, device="cuda", dtype=torch.int32).repeat(tokens, 1) * 40
+        assert not disagreements(OP, routed_experts, {**weights, **one}), tokens
+        one["ids"][:, 1] = -1
+        one["ids"][:, 2] = 256
+        assert not disagreements(OP, routed_experts, {**weights, **one}), tokens
+
+
+def test_nothing_outside_the_arguments_is_touched() -> None:
+    for seed in range(20):
+        drawn = {k: convert(v, device="cuda") for k, v in OP.inputs(SeededDraw(900 + seed)).items()}
+        plain = run(routed_experts, OP, drawn)[0]
+        fenced = {k: guarded(v) for k, v in drawn.items()
+                  if isinstance(v, torch.Tensor) and v.dtype != torch.uint8}  # fmt: skip
+        got = routed_experts(**{**drawn, **fenced})
+        torch.cuda.synchronize()
+        assert not broken_guards(fenced), seed
+        assert torch.equal(got.cpu(), plain), seed
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_graph_replay_equals_eager_and_runs_repeat(form: str) -> None:
+    """Bit for bit, with other tokens between capture and replay, and run after run."""
+    torch.manual_seed(2)
+    weights = weights_of("large-tp8", form)
+    for tokens in (1, 9, 40, 700):
+        first, second = (realistic(tokens_of(6144, tokens, 1))[0] for _ in range(2))
+        eager = routed_experts(**weights, **second)
+        assert torch.equal(eager, routed_experts(**weights, **second))
+        routed_experts(**weights, **first)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = routed_experts(**weights, **first)
+        for key, value in second.items():
+            first[key].copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, eager), tokens
