@@ -14,6 +14,8 @@ def engine_has_experts(target: Target, facts: Facts) -> str | None:
         return f"vLLM has no {facts.weights.upper()} experts for a CPU"
     if target.vendor == "cpu" and facts.ep > 1:
         return "vLLM's experts for a CPU ignore the expert map of expert parallelism"
+    if target.vendor == "cpu" and facts.lora:
+        return "vLLM's experts under adapters need Triton kernels, which a CPU lacks"
     if facts.weights == "mxfp4" and target.arch == "gfx942" and facts.moe_backend == "aiter":
         return "vLLM has no AITER MXFP4 kernel for gfx942 that accepts custom routing"
     return None

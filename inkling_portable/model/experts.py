@@ -68,8 +68,11 @@ class OwnExperts(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         facts = settings.facts
+        # Adapters on experts need vLLM's layer. On a CPU that layer has none either: there, vLLM
+        # refuses such an adapter by its module names, and others are served.
+        adapters = facts.lora and settings.target.vendor != "cpu"
         for name, found, wanted in (("weights", facts.weights, "bf16"), ("ep", facts.ep, 1),
-                                    ("lora", facts.lora, False)):  # fmt: skip
+                                    ("lora", adapters, False)):  # fmt: skip
             if found != wanted:
                 raise ConfigError(
                     f"routed experts outside vLLM's layer need {name} {wanted}; found {found}; "

@@ -48,7 +48,11 @@ class InklingLogits(LogitsProcessor):
             if lm_head.tp_size > 1:
                 logits = self._gather_logits(logits)
             return None if logits is None else logits[..., : self.org_vocab_size]
-        return LogitsProcessor.forward(self, lm_head, hidden_states, *args, **kwargs)
+        logits = LogitsProcessor.forward(self, lm_head, hidden_states, *args, **kwargs)
+        if logits is None or kwargs.get("skip_gather"):
+            return logits
+        # The LoRA wrapper leaves the padding rows in, which would then be sampled.
+        return logits[..., : self.org_vocab_size]
 
     def get_top_tokens(
         self, lm_head: ParallelLMHead, hidden_states: Tensor, embedding_bias: Tensor | None = None
