@@ -76,6 +76,7 @@ def case(form: str, rows: int = 5, experts: int = 8, top_k: int = 3, hidden: int
 
 
 @given(data=st.data())
+@settings(max_examples=20)
 def test_contract(data: st.DataObject) -> None:
     arguments = OP.inputs(HypothesisDraw(data))
     assert not disagreements(OP, provider(), arguments)
@@ -92,7 +93,7 @@ def test_widths_that_are_no_multiple_of_256(form: str, inner: int) -> None:
 
 def test_nothing_outside_the_arguments_is_touched() -> None:
     """Between NaN and impossible indices results are the same bits, and guards stay whole."""
-    for seed in range(8):
+    for seed in range(5):
         drawn = OP.inputs(SeededDraw(500 + seed))
         plain = run(provider(), OP, drawn)[0]
         # A byte has no value that codes may not have.
@@ -143,7 +144,6 @@ def test_worked_example_of_nvfp4() -> None:
     """Bytes 5A 10 F7 3C with block scale 6C and global scale 1/1024, worked by hand."""
     expected = torch.tensor([-0.09375, 0.28125, 0, 0.046875, 0.5625, -0.5625, -0.1875, 0.140625])
     arguments = case("nvfp4", rows=1, experts=1, top_k=1, hidden=32, inner=32, dtype=torch.float32)
-    # Every gate row is large and every up row counts, so that inner is (1, 0, 0, ...) * 64.
     arguments["x"] = torch.zeros(1, 32)
     arguments["x"][0, 0] = 1.0
     arguments["ids"], arguments["weights"] = torch.zeros(1, 1).int(), torch.ones(1, 1)
@@ -156,9 +156,7 @@ def test_worked_example_of_nvfp4() -> None:
         a = {k: v.clone() if isinstance(v, Tensor) else v for k, v in arguments.items()}
         a["w13"][0, 0:2, 0] = torch.tensor([7, 2], dtype=BYTE)  # gate 6, up 1 from column 0
         a["w13_global"].fill_(16.0)  # silu(96) is 96
-        a["w2"][0, 0, 0] = 2  # row 0 of the output is inner 0: 96 * 16
-        a["w2"][0, 1, :4] = 0
-        inner = 96.0 * 16.0
+        inner = 96.0 * 16.0  # of column 0, and 0 of all others
         a["w2"][0, 1, 0] = shared[column // 2] >> (4 * (column % 2)) & 15
         a["w2_scale"][0, 1] = 0x6C
         a["w2_global"].fill_(1.0 / 1024)
@@ -169,8 +167,9 @@ def test_worked_example_of_nvfp4() -> None:
 # --- laws ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("rows", [1, 6, 20])
+@pytest.mark.parametrize(
+    ("form", "rows"), [("nvfp4", 1), ("mxfp4", 6), ("nvfp4", 20), ("fp8", 6), ("bf16", 20)]
+)
 def test_order_of_tokens_and_names_of_experts_do_not_matter(form: str, rows: int) -> None:
     """Bit for bit: tokens permuted, experts renamed, gate and up rows as two halves."""
     a = case(form, rows)
@@ -193,8 +192,9 @@ def test_order_of_tokens_and_names_of_experts_do_not_matter(form: str, rows: int
     assert torch.equal(provider()(**halves), plain)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("rows", [1, 5, 19])
+@pytest.mark.parametrize(
+    ("form", "rows"), [("mxfp4", 1), ("nvfp4", 5), ("mxfp4", 19), ("fp8", 5), ("bf16", 5)]
+)
 def test_ranks_sum_to_the_whole(form: str, rows: int) -> None:
     """Expert parallel: foreign ids add nothing. Tensor parallel: shares of the width add up."""
     a = case(form, rows, dtype=torch.float32, inner=64)
@@ -244,7 +244,7 @@ def test_a_plan_lists_every_pair_once(data: st.DataObject) -> None:
     assert sorted(seen) == known
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", ["nvfp4", "bf16"])
 def test_parts_and_plans_change_no_bit(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long steps run in parts; a part or a plan is no other arithmetic."""
     a = case(form, rows=14, hidden=160)

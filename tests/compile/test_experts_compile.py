@@ -70,7 +70,9 @@ def test_temporaries_stay_below_64_mb(
             cut = {k: v[:share] if k in ("x", "ids", "weights") else v
                    for k, v in arguments.items()}  # fmt: skip
             sizes.clear()
-            module.routed_experts(**cut)
+            out = module.routed_experts(**cut)
+        # On "meta" the output is allocated by the same function, first.
+        assert sizes.pop(0) == out.numel() * out.element_size()
         assert 0 < sum(sizes) < 64 << 20
 
 
@@ -80,5 +82,5 @@ def test_amd_uses_matrix_cores_and_nvidia_leaves_weights_in_registers() -> None:
     assert compile_launch(amd, "gfx942").count(r"v_mfma_f32_\d+x\d+x\d+_?bf16") > 0
     nvidia = next(x for x in launches("h200", "large-tp8", "nvfp4", 9) if x.name == "tile_kernel")
     report = compile_launch(nvidia, "sm90")
-    assert report.count(r"wgmma\.mma_async.*\{%r\d+, %r\d+, %r\d+, %r\d+\}") > 0
+    assert report.count(r"wgmma\.mma_async.*\}, *\{%r\d+, ?%r\d+, ?%r\d+, ?%r\d+\}") > 0
     assert report.count(r"fma\.rn\.bf16x2") > 0
