@@ -21,6 +21,7 @@ from inkling_portable.backends.triton.routed_experts_sort import make_plan
 from inkling_portable.backends.triton.routed_experts_tuning import (
     GEMV_TO,
     INNER_BYTES,
+    LEAST_COLUMNS,
     PARTS_BYTES,
     UNPLANNED_TO,
     converts_e4m3,
@@ -136,7 +137,10 @@ def routed_experts(
     if tokens <= GEMV_TO and up.wordable() and down.wordable():
         _rows(x, ids, weights, up, down, interleaved, out)
         return out
-    share = max(1, INNER_BYTES // (ids.shape[1] * down.inner * x.element_size()))
+    top_k = ids.shape[1]
+    share = min(INNER_BYTES // (top_k * down.inner * x.element_size()),
+                PARTS_BYTES // (top_k * LEAST_COLUMNS * 4))  # fmt: skip
+    share = max(1, share)
     for start in range(0, tokens, share):
         part = slice(start, start + share)
         _tiles(x[part], ids[part], weights[part], up, down, interleaved, out[part])
@@ -192,7 +196,8 @@ def _tiles(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, in
         )  # fmt: skip
 
     launch(up, x, inner, True, 0, up.rows)
-    columns = min(width, max(128, PARTS_BYTES // (pairs * 4) // 128 * 128))
+    most = PARTS_BYTES // (pairs * 4) // LEAST_COLUMNS * LEAST_COLUMNS
+    columns = min(width, max(LEAST_COLUMNS, most))
     parts = torch.empty(pairs, columns, dtype=torch.float32, device=x.device)
     for first in range(0, width, columns):
         last = min(width, first + columns)

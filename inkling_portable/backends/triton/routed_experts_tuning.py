@@ -9,9 +9,14 @@ from inkling_portable.backends.triton._common import is_rocm, next_power_of_2, t
 UNPLANNED_TO = 16
 """Tokens of a step up to which tiles find their tokens without a plan: one launch less."""
 
-INNER_BYTES = 40 << 20
-PARTS_BYTES = 20 << 20
-"""Temporaries of one step: what lies between the two products, and the products per pair."""
+INNER_BYTES = 36 << 20
+PARTS_BYTES = 24 << 20
+"""Temporaries of one part of a step: between the two products, and of the second one per pair.
+
+Inkling's steps of 8,192 tokens at TP8 just fit in one part.
+"""
+LEAST_COLUMNS = 128
+"""Output columns that a part has at least."""
 
 
 @dataclass(frozen=True)
