@@ -23,6 +23,7 @@ from inkling_portable.backends.triton.routed_experts_decode import (
     e4m3_scale,
     e4m3_value,
     e8m0_scale,
+    e8m0_scale_bf16,
 )
 from inkling_portable.inputs import SeededDraw, fill
 from inkling_portable.registry import Facts, check_schema, contract
@@ -108,7 +109,7 @@ def test_nothing_outside_the_arguments_is_touched() -> None:
 
 
 @triton.jit
-def _decode(codes, even, odd, nv, mx, wide, fnuz, N: tl.constexpr):
+def _decode(codes, even, odd, nv, mx, narrow, wide, fnuz, N: tl.constexpr):
     i = tl.arange(0, N)
     code = tl.load(codes + i)
     one = tl.full((N,), 2.0**63, dtype=tl.float32)
@@ -117,14 +118,15 @@ def _decode(codes, even, odd, nv, mx, wide, fnuz, N: tl.constexpr):
     tl.store(odd + i, high.to(tl.float32) * 2.0**63)
     tl.store(nv + i, e4m3_scale(code) * 2.0**-63)
     tl.store(mx + i, e8m0_scale(code) * 2.0**-63)
+    tl.store(narrow + i, e8m0_scale_bf16(code).to(tl.float32))
     tl.store(wide + i, e4m3_value(code, False, tl.bfloat16))
     tl.store(fnuz + i, e4m3_value(code, True, tl.float32))
 
 
 def test_every_code_decodes_as_torch_decodes_it() -> None:
     codes = torch.arange(256).to(BYTE)
-    even, odd, nv, mx, wide, fnuz = (torch.empty(256) for _ in range(6))
-    _decode[(1,)](codes, even, odd, nv, mx, wide, fnuz, N=256)
+    even, odd, nv, mx, narrow, wide, fnuz = (torch.empty(256) for _ in range(7))
+    _decode[(1,)](codes, even, odd, nv, mx, narrow, wide, fnuz, N=256)
     e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     assert torch.equal(even, e2m1[codes.int() & 15])
     assert torch.equal(odd, e2m1[codes.int() >> 4])
@@ -138,6 +140,7 @@ def test_every_code_decodes_as_torch_decodes_it() -> None:
     e8m0 = codes.view(torch.float8_e8m0fnu).float()
     assert torch.equal(mx[1:191], e8m0[1:191])
     assert mx[191:].isnan().all()
+    assert torch.equal(narrow.nan_to_num(-7.0), e8m0.nan_to_num(-7.0))
 
 
 def test_worked_example_of_nvfp4() -> None:

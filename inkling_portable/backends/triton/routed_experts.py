@@ -118,7 +118,7 @@ def routed_experts(
 ) -> Tensor:
     """See the contract. act is "bf16"; the ids of a row are distinct, as `route` gives them.
 
-    An id outside 0 .. E-1 adds nothing. MXFP4 scales from 2^64 (codes above 190) give NaN.
+    An id outside 0 .. E-1 adds nothing. MXFP4 scales from 2^64 (codes above 190) may give NaN.
     """
     if act != "bf16":
         raise ValueError(f"routed_experts: provider triton needs act 'bf16'; found {act!r}; "

@@ -72,10 +72,10 @@ def e4m3_scale_bf16(codes):
 @triton.jit
 def e8m0_scale_bf16(codes):
     """E8M0 codes (uint8) -> bfloat16, code 255 as NaN."""
-    wide = codes.to(tl.int16)
+    wide = codes.to(tl.int32)
     # Code 0 is the subnormal 2^-127.
-    bits = tl.maximum(wide << 7, 64) + (wide == 255).to(tl.int16)
-    return bits.to(tl.bfloat16, bitcast=True)
+    bits = tl.maximum(wide << 7, 64) + (wide == 255).to(tl.int32)
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 # Four bytes, two per round. The three value bits of a nibble select the high and the low byte of
