@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from inkling_portable.registry import TABLES, table
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TARGET = ROOT / "inkling_portable" / "backends" / "evidence.py"
@@ -35,6 +37,12 @@ def timings(report: dict[str, Any]) -> Iterator[tuple[str, bool, float, float | 
         yield row.get("op", report.get("op", "rel_attention")), bool(right), ours, engine
 
 
+def engine_has(op: str) -> bool:
+    """Whether the engine's own kernel is offered, so that ours must have been timed beside it."""
+    rows = (row for name in TABLES for row in table(name))
+    return any(row.op == op and row.provider in ("vllm", "engine") for row in rows)
+
+
 def evidence() -> dict[tuple[str, str], tuple[str, ...]]:
     """(op, provider) -> chips as `Target.key` writes them."""
     seen: dict[tuple[str, str], list[tuple[bool, float | None]]] = {}
@@ -48,7 +56,8 @@ def evidence() -> dict[tuple[str, str], tuple[str, ...]]:
     found: dict[tuple[str, str], list[str]] = {}
     for (op, chip), rows in sorted(seen.items()):
         ratios = [ratio for _, ratio in rows if ratio is not None]
-        if all(right for right, _ in rows) and sum(ratios) <= 0:
+        compared = bool(ratios) or not engine_has(op)
+        if compared and all(right for right, _ in rows) and sum(ratios) <= 0:
             found.setdefault((op, "triton"), []).append(chip)
     return {key: tuple(chips) for key, chips in found.items()}
 

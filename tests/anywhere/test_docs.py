@@ -46,3 +46,5 @@ def test_evidence_needs_right_results_and_no_loss(
     alone = {"op": "route", "us": {"triton": 2.0}, "contract": "holds"}
     assert report(won) == report(alone) == {("route", "triton"): ("cuda:sm90/132",)}
     assert report(won, lost) == report(won, wrong) == {}
+    # The engine has experts of its own, so a time without theirs beside it says nothing.
+    assert report({**alone, "op": "routed_experts"}) == {}

@@ -123,11 +123,23 @@ def split(target: Target, shape: Shape, packed: int) -> Split:
         # An address per key takes the registers that a second stage would need.
         stages = _amd_stages(target) if m <= 32 or shape.page % 64 == 0 else 1
         return Split(min(m, 64), 64, 4, stages, 2 * units)
+    if m <= 32 and target.shared_kib >= 200:
+        return _split_few_rows(shape, m, units, -(-packed // m), pdl)
     if m <= 32:
         return Split(m, 64, 4, _stages(target, shape, m, 64, 2, 3), 2 * units, pdl=pdl)
     warps, tma = (4 if m == 64 else 8), _tma(target, shape, 64)
     n = 64 if tma else 32
     return Split(m, n, warps, _stages(target, shape, m, n, 1, 3), units, tma=tma, pdl=pdl)
+
+
+def _split_few_rows(shape: Shape, m: int, units: int, tiles: int, pdl: bool) -> Split:
+    """The best of a sweep on an H200 (benchmarks/attention.py), by how much there is to read."""
+    sequences = shape.batch * shape.kv_heads * tiles
+    if sequences >= 16:
+        return Split(m, 128, 4, 2, 2 * units, pdl=pdl)
+    if sequences * shape.max_kv <= 16384:
+        return Split(m, 64, 4, 3, units, pdl=pdl)
+    return Split(m, 64, 4, 2, (4 if sequences == 1 else 2) * units, least=4, pdl=pdl)
 
 
 def whole(target: Target, shape: Shape, packed: int) -> Whole:
@@ -141,6 +153,8 @@ def whole(target: Target, shape: Shape, packed: int) -> Whole:
     if target.vendor == "rocm":
         n = 64 if m <= 32 or (m == 64 and shape.page % 64 == 0) else 32
         return Whole(m, n, 4, _amd_stages(target))
+    if m <= 32 and shape.window and target.shared_kib >= 200 and _tma(target, shape, 128):
+        return Whole(m, 128, 4, 2, tma=True, pdl=pdl)
     if m <= 32:
         return Whole(m, 64, 4, _stages(target, shape, m, 64, 2, 3), pdl=pdl)
     if shape.window:
