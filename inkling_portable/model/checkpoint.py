@@ -48,6 +48,7 @@ class Shard:
     `expert_ids` lists the expert in each local slot (None: all, in order), whose width is split
     over `expert_size` ranks; `expert_rows` is the height of a parameter's gate block, which an
     engine may pad. `head_rows` is the number of unembedding rows per rank, padding included.
+    `sink_linears`: sink experts lie side by side in two plain layers, see `model/experts.py`.
     """
 
     rank: int = 0
@@ -57,6 +58,7 @@ class Shard:
     expert_size: int = 1
     expert_rows: int | None = None
     head_rows: int | None = None
+    sink_linears: bool = False
 
     def part(self, width: int) -> slice:
         return _part(width, self.rank, self.size)
@@ -285,23 +287,59 @@ def _dense(text: TextConfig, names: Naming, shard: Shard, to: str) -> Iterator[t
 
 
 def _moe(text: TextConfig, names: Naming, shard: Shard, to: str) -> Iterator[tuple[str, Stored]]:
-    hidden, width, experts, sinks = (
-        text.hidden_size, text.expert_width, text.num_experts, text.num_sinks)  # fmt: skip
+    hidden, experts, sinks = text.hidden_size, text.num_experts, text.num_sinks
     yield "mlp.gate.weight", Stored((experts + sinks, hidden), (Copy(f"{to}mlp.gate.weight"),))
     yield names.layer("mlp.gate.bias"), Stored((experts,), (Copy(f"{to}mlp.gate.bias"),))
     yield "mlp.gate.global_scale", Stored((1,), (Copy(f"{to}mlp.gate.global_scale"),))
     yield from _routed(text, names, shard, f"{to}mlp.experts.routed_experts.")
-    w13, w2 = f"{to}mlp.sink_experts.w13_weight", f"{to}mlp.sink_experts.w2_weight"
+    yield from _sinks(text, names, shard, f"{to}mlp.sink_experts.")
+
+
+def _sinks(text: TextConfig, names: Naming, shard: Shard, to: str) -> Iterator[tuple[str, Stored]]:
+    """Gate and up rows alternate per expert, or lie in two blocks of all experts (sink_linears)."""
+    hidden, width, sinks = text.hidden_size, text.expert_width, text.num_sinks
+    every, share = slice(None), sinks * width // shard.size
+    runs = _sink_runs(sinks, width, shard) if shard.sink_linears else []
+
+    def rows(first: int, step: int) -> tuple[Copy, ...]:
+        """Gate (EVEN) or up (ODD) rows, every `step`-th of a tensor, as a block of all sinks."""
+        start = first if step == 2 else 0
+        return tuple(
+            Copy(
+                f"{to}w13.weight",
+                (slice(first * share + at.start, first * share + at.stop),),
+                (sink, slice(step * of.start + start, step * of.stop, step)),
+            )
+            for sink, of, at in runs
+        )
+
+    w13, w2 = f"{to}w13_weight", f"{to}w2_weight"
     if names.hf:
         for name, first in (("gate_proj", EVEN), ("up_proj", ODD)):
-            copy = Copy(w13, (slice(None), slice(first, None, 2)), (slice(None), shard.part(width)))
-            yield f"mlp.shared_experts.{name}", Stored((sinks, width, hidden), (copy,))
+            copy = Copy(w13, (every, slice(first, None, 2)), (every, shard.part(width)))
+            copies = rows(first, 1) if runs else (copy,)
+            yield f"mlp.shared_experts.{name}", Stored((sinks, width, hidden), copies)
     else:
-        copy = Copy(w13, (), (slice(None), shard.part(2 * width)))
-        yield "mlp.shared_experts.shared_w13_weight", Stored((sinks, 2 * width, hidden), (copy,))
-    copy = Copy(w2, (), (slice(None), slice(None), shard.part(width)))
+        copy = Copy(w13, (), (every, shard.part(2 * width)))
+        copies = (*rows(EVEN, 2), *rows(ODD, 2)) if runs else (copy,)
+        yield "mlp.shared_experts.shared_w13_weight", Stored((sinks, 2 * width, hidden), copies)
+    copy = Copy(w2, (), (every, every, shard.part(width)))
+    copies = tuple(Copy(f"{to}w2.weight", (every, at), (sink, every, of)) for sink, of, at in runs)
     name = names.layer("mlp.shared_experts.shared_w2_weight")
-    yield name, Stored((sinks, hidden, width), (copy,))
+    yield name, Stored((sinks, hidden, width), copies if runs else (copy,))
+
+
+def _sink_runs(sinks: int, width: int, shard: Shard) -> list[tuple[int, slice, slice]]:
+    """A rank's slab of all sinks side by side: (sink, part of its width, place in the slab)."""
+    mine = shard.part(sinks * width)
+    runs = []
+    for sink in range(sinks):
+        at = sink * width
+        start, stop = max(mine.start, at), min(mine.stop, at + width)
+        if start < stop:
+            place = slice(start - mine.start, stop - mine.start)
+            runs.append((sink, slice(start - at, stop - at), place))
+    return runs
 
 
 def _routed(text: TextConfig, names: Naming, shard: Shard, to: str) -> Iterator[tuple[str, Stored]]:

@@ -121,6 +121,7 @@ __all__ = [
     "merge_multimodal",
     "on_accelerator",
     "processor_file",
+    "receive_on_cpu",
     "step_metadata",
     "tp_group_name",
 ]
@@ -175,6 +176,30 @@ def gather_from_ranks(value: Any) -> list[Any]:
     found: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(found, value, group=group.cpu_group)
     return found
+
+
+def receive_on_cpu() -> None:
+    """Let pipeline stages behind the first one receive rows on a CPU. May be called again.
+
+    vLLM makes the buffers for that in a warm-up which its CPU runner skips for models that are not
+    compiled, and then insists on them (seen in 0.32).
+    """
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    receive = CPUModelRunner.sync_and_gather_intermediate_tensors
+    if getattr(receive, "makes_buffers", False):
+        return
+
+    def with_buffers(stage: Any, *args: Any, **kwargs: Any) -> IntermediateTensors:
+        if stage.intermediate_tensors is None:
+            stage.intermediate_tensors = stage.model.make_empty_intermediate_tensors(
+                batch_size=stage.max_num_tokens, dtype=stage.model_config.dtype,
+                device=stage.device,
+            )  # fmt: skip
+        return receive(stage, *args, **kwargs)
+
+    with_buffers.makes_buffers = True  # type: ignore[attr-defined]
+    CPUModelRunner.sync_and_gather_intermediate_tensors = with_buffers
 
 
 def merge_multimodal(rows: torch.Tensor, tower_rows: Any, slots: torch.Tensor) -> torch.Tensor:

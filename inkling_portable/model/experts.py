@@ -2,16 +2,23 @@
 
 Routed experts are vLLM's fused layer where the decision for `routed_experts` is `engine`, so that
 expert parallelism, load balancing and adapters stay the engine's; else our own op runs on weights
-that this file holds.
+that this file holds, and on a CPU an adapter of routed experts is refused.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
 
 from inkling_portable.model.config import ConfigError
-from inkling_portable.model.engine import QuantizationConfig, build_routed_experts
+from inkling_portable.model.engine import (
+    MergedColumnParallelLinear,
+    QuantizationConfig,
+    RowParallelLinear,
+    build_routed_experts,
+)
 from inkling_portable.model.settings import Settings
 
 
@@ -42,6 +49,48 @@ class SinkExperts(nn.Module):
         self.w2_weight = nn.Parameter(
             torch.empty(text.num_sinks, text.hidden_size, width), requires_grad=False
         )
+        self.op = settings.ops().sink_experts
+
+    def forward(self, x: Tensor, gammas: Tensor) -> Tensor:
+        """x [T, H], gammas [T, S] -> this rank's partial sum [T, H]."""
+        return self.op(x, self.w13_weight, self.w2_weight, gammas)
+
+
+class SinkLinears(nn.Module):
+    """The sink experts as two plain linear layers, which the engine can wrap for adapters.
+
+    All sinks lie side by side, sink after sink: `w13` has their gate rows and then their up rows,
+    and the columns of `w2` are in the same order, so that one slab of columns is a rank's share.
+    """
+
+    def __init__(self, settings: Settings, prefix: str) -> None:
+        super().__init__()
+        text = settings.text
+        total = text.num_sinks * text.expert_width
+        self.ops = settings.ops()
+        self.w13 = MergedColumnParallelLinear(
+            text.hidden_size, [total, total], bias=False, prefix=f"{prefix}.w13",
+            return_bias=False,
+        )  # fmt: skip
+        self.w2 = RowParallelLinear(
+            total, text.hidden_size, bias=False, reduce_results=False, prefix=f"{prefix}.w2",
+            return_bias=False,
+        )  # fmt: skip
+        # Columns of one rank, in runs that do not cross from one sink to the next.
+        share = total // settings.tp
+        self.run = math.gcd(share, text.expert_width)
+        starts = range(settings.rank * share, (settings.rank + 1) * share, self.run)
+        self.sinks = [start // text.expert_width for start in starts]
+
+    def forward(self, x: Tensor, gammas: Tensor) -> Tensor:
+        """x [T, H], gammas [T, S] -> this rank's partial sum [T, H]."""
+        rows, runs = x.shape[0], len(self.sinks)
+        # swiglu weighs rows, so every run of columns becomes rows of its own.
+        gate_up = self.w13(x).view(rows, 2, runs, self.run).permute(2, 0, 1, 3)
+        gate_up = gate_up.reshape(runs * rows, 2 * self.run)
+        weight = gammas[:, self.sinks].t().reshape(-1)
+        inner = self.ops.swiglu(gate_up, False, weight).view(runs, rows, self.run)
+        return self.w2(inner.transpose(0, 1).reshape(rows, runs * self.run))
 
 
 class OwnWeights(nn.Module):
@@ -120,16 +169,18 @@ class MoE(nn.Module):
                 quant_config=quant_config,
                 prefix=f"{prefix}.experts",
             )
-        self.sink_experts = SinkExperts(settings)
+        self.sink_experts = (
+            SinkLinears(settings, f"{prefix}.sink_experts")
+            if settings.facts.lora
+            else SinkExperts(settings)
+        )
         self._routed: tuple[Tensor, Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> (routed partial [T, H], sink partial [T, H])."""
         logits = self.ops.gate_logits(x, self.gate.weight)
         weights, ids, gammas = self._route(logits)
-        sinks = self.ops.sink_experts(
-            x, self.sink_experts.w13_weight, self.sink_experts.w2_weight, gammas
-        )
+        sinks = self.sink_experts(x, gammas)
         if self.own:
             return self.experts(x, weights, ids), sinks
         self._routed = (logits, weights, ids)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from inkling_portable import __version__
-from inkling_portable.model import checkpoint, loading
+from inkling_portable.model import checkpoint, loading, lora
 from inkling_portable.model.attention import InklingAttention
 from inkling_portable.model.config import AttentionGeometry
 from inkling_portable.model.engine import (
@@ -28,8 +28,10 @@ from inkling_portable.model.engine import (
     make_empty_intermediate_tensors_factory,
     make_layers,
     maybe_prefix,
+    on_accelerator,
+    receive_on_cpu,
 )
-from inkling_portable.model.experts import MoE
+from inkling_portable.model.experts import MoE, SinkLinears
 from inkling_portable.model.hf_configs import describe
 from inkling_portable.model.logits import InklingLogits
 from inkling_portable.model.mlp import DenseMLP
@@ -92,6 +94,8 @@ class InklingModel(nn.Module):
         self.ops = settings.ops()
         self.eps = text.norm_eps
         self.first, self.last = get_pp_group().is_first_rank, get_pp_group().is_last_rank
+        if not self.first and not on_accelerator():
+            receive_on_cpu()
         if self.first:
             self.embed_tokens = Embedding(text.padded_vocab_size, text.hidden_size)
             self.embed_norm = Norm(text.hidden_size)
@@ -143,17 +147,27 @@ class InklingModel(nn.Module):
         return normed
 
 
-class InklingForCausalLM(nn.Module, SupportsPP, SupportsLoRA):
+class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA):
     """The text model as vLLM serves it; the multimodal class adds towers to it."""
 
     # Names under which configs of quantised checkpoints and adapters know the modules.
     hf_to_vllm_mapper = WeightsMapper(
-        orig_to_new_substr={".w13_dn": ".gate_up_proj", ".w2_md": ".down_proj"},
+        orig_to_new_substr={
+            ".w13_dn": ".gate_up_proj",
+            ".w2_md": ".down_proj",
+            ".shared_experts.": ".sink_experts.",
+            ".self_attn.q_proj": ".attn.wq_du",
+            ".self_attn.k_proj": ".attn.wk_dv",
+            ".self_attn.v_proj": ".attn.wv_dv",
+            ".self_attn.r_proj": ".attn.wr_du",
+            ".self_attn.o_proj": ".attn.wo_ud",
+        },
         orig_to_new_prefix={
             "model.llm.unembed": "lm_head",
             "model.llm.embed_norm": "model.embed_norm",
             "model.llm.embed": "model.embed_tokens",
             "model.llm.": "model.",
+            "model.language_model.": "model.",
         },
     )
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
@@ -201,6 +215,15 @@ class InklingForCausalLM(nn.Module, SupportsPP, SupportsLoRA):
         """Shapes of tower parameters, named as in this module; a text model has none."""
         return {}
 
+    def adapter_targets(
+        self, routed: Sequence[str]
+    ) -> tuple[dict[str, lora.Target], Collection[str]]:
+        known = lora.targets(self.settings.text, routed)
+        stage = [f"model.layers.{i}." for i in range(self.model.start_layer, self.model.end_layer)]
+        if self.model.last:
+            stage.append("lm_head")
+        return known, {name for name in known if name.startswith(tuple(stage))}
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Check the checkpoint's files, then fill every parameter. Raises CheckpointError."""
         folder = checkpoint_folder(self.vllm_config)
@@ -225,6 +248,8 @@ def shard_of(module: nn.Module, settings: Settings) -> checkpoint.Shard:
         settings.rank, settings.tp, head_rows=None if head is None else head.weight.shape[0]
     )
     moe = next((m for m in module.modules() if isinstance(m, MoE)), None)
+    if moe is not None and isinstance(moe.sink_experts, SinkLinears):
+        shard = dataclasses.replace(shard, sink_linears=True)
     if moe is None or moe.own:
         return dataclasses.replace(shard, expert_rank=shard.rank, expert_size=shard.size)
     owned, rank, size = expert_shard(moe.experts)

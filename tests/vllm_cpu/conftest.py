@@ -12,6 +12,8 @@ import os
 # the same two cores works.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# By default vLLM wants a memory node of its own for every rank on a CPU.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

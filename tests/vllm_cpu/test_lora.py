@@ -1,54 +1,340 @@
-"""Adapters on the attention projections equal weights with the adapter merged in."""
+"""Adapters through vLLM's engine equal merged weights in transformers; bad ones are refused."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from tests.vllm_cpu.conftest import Engine, Oracle, prompt
+from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.model import checkpoint as names
+from inkling_portable.model import lora
+from inkling_portable.model.config import parse
+from tests.vllm_cpu.conftest import Engine, Oracle, dense, prompt
 
-PARTS = ("wq_du", "wk_dv", "wv_dv", "wr_du")
+Pair = tuple[Tensor, Tensor]
+LENGTHS = (1, 5, 17, 40, 103)
+LAYER = "model.llm.layers"
+Q, SINKS = f"{LAYER}.0.attn.wq_du", f"{LAYER}.1.mlp.shared_experts"
 
 
-def test_an_adapter_and_the_base_model(checkpoint: Path, oracle: Oracle, tmp_path: Path) -> None:
-    from vllm import SamplingParams
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+@dataclass
+class Adapter:
+    """Pairs A [r, in] and B [out, r] by module name, as a file and as merged weights."""
+
+    pairs: dict[str, Pair]
+    rank: int
+    alpha: int
+
+    def write(self, folder: Path, prefix: str = "base_model.model.") -> Path:
+        tensors = {}
+        for name, (a, b) in self.pairs.items():
+            tensors[f"{prefix}{name}.lora_A.weight"] = a
+            tensors[f"{prefix}{name}.lora_B.weight"] = b
+        return write(folder, tensors, self.rank, self.alpha)
+
+    def merge(self, tensors: dict[str, Tensor]) -> None:
+        """Add the product of every pair to the weight of a checkpoint in the original naming."""
+        for name, (a, b) in self.pairs.items():
+            delta = (self.alpha / self.rank) * (b.double() @ a.double()).float()
+            where, _, part = name.rpartition(".")
+            if not where.endswith("shared_experts"):
+                tensors[f"{name}.weight"] += delta
+                continue
+            whole = tensors[f"{where}.shared_{'w2' if part == 'w2' else 'w13'}_weight"]
+            if part == "w2":  # columns of all sinks, sink after sink
+                whole += delta.unflatten(1, (whole.shape[0], -1)).transpose(0, 1)
+            else:
+                rows = whole[:, 0::2] if part == "w1" else whole[:, 1::2]
+                rows += delta.unflatten(0, (whole.shape[0], -1))
+
+
+def write(folder: Path, tensors: dict[str, Tensor], rank: int, alpha: int = 8) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"r": rank, "lora_alpha": alpha, "target_modules": "all-linear", "peft_type": "LORA"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def draw(weights: dict[str, Tensor], keep: Callable[[str], bool], rank: int, alpha: int) -> Adapter:
+    """Pairs whose products are a third as large as the weights that they are added to."""
+    dice = torch.Generator().manual_seed(rank)
+    pairs = {}
+    for name, weight in weights.items():
+        if keep(name):
+            rows, columns = weight.shape
+            a = torch.randn(rank, columns, generator=dice)
+            b = torch.randn(rows, rank, generator=dice) * weight.std() * rank**0.5 / (3 * alpha)
+            pairs[name] = (a, b)
+    return Adapter(pairs, rank, alpha)
+
+
+def adaptable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Two-dimensional weights by the module name that an adapter uses."""
+    out = {}
+    for name, weight in tensors.items():
+        if ".mtp." in name:
+            continue
+        where, _, last = name.rpartition(".")
+        if last == "shared_w13_weight":
+            out[f"{where}.w1"] = weight[:, 0::2].flatten(0, 1)
+            out[f"{where}.w3"] = weight[:, 1::2].flatten(0, 1)
+        elif last == "shared_w2_weight":
+            out[f"{where}.w2"] = weight.transpose(0, 1).flatten(1)
+        elif where.endswith(("wq_du", "wk_dv", "wv_dv", "wr_du", "wo_ud", "w13_dn", "w2_md",
+                             "unembed")):  # fmt: skip
+            out[where] = weight
+    return out
+
+
+@dataclass
+class Served:
+    """An adapter as requests name it, and transformers with it merged."""
+
+    request: Any
+    oracle: Oracle
+
+    def check(self, ids: list[int], found: Tensor, rows: slice) -> None:
+        """Assert that `found` is no further from float64 than twice what transformers is.
+
+        Not compared with its float32: merged weights round elsewhere than a product of its own.
+        """
+        answer = self.oracle.answer(ids)
+        error = (found.double() - answer.double[rows]).abs().max().item()
+        assert error <= answer.bound, f"{len(ids)} tokens, {self.request}: {error:.2e}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The text preset with two KV heads in every layer, which two ranks can share."""
+    folder = tmp_path_factory.mktemp("even")
+    write_tiny(folder, preset="text", dtype="float32", force=True, num_key_value_heads=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Served]:
+    """None, one adapter of every module, one of a few under Hugging Face names."""
     from vllm.lora.request import LoRARequest
 
-    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
-    adapter.mkdir()
-    shutil.copytree(checkpoint, merged)
-    weights = load_file(merged / "model.safetensors")
-    draw, deltas = torch.manual_seed(0), {}
-    for name in [n for n in weights if n.endswith(tuple(f".attn.{p}.weight" for p in PARTS))]:
-        rows, columns = weights[name].shape
-        down = torch.randn(4, columns, generator=draw) / 20
-        up = torch.randn(rows, 4, generator=draw)
-        stem = f"base_model.model.{name.removesuffix('.weight')}"
-        deltas |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
-        weights[name] = weights[name] + up @ down
-    save_file(weights, merged / "model.safetensors")
-    save_file(deltas, adapter / "adapter_model.safetensors")
-    (adapter / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": list(PARTS)})
-    )
+    folder = tmp_path_factory.mktemp("adapters")
+    tensors = stored(base)
+    weights = adaptable(tensors)
+    every = draw(weights, lambda name: True, 8, 16)
+    some = draw(weights, lambda name: ".attn." in name and ".2." not in name, 4, 4)
+    assert len(every.pairs) == 4 * 5 + 2 + 3 * 3 + 1
+    hf = {"model.llm": "model", "attn": "self_attn", "wq_du": "q_proj", "wk_dv": "k_proj",
+          "wv_dv": "v_proj", "wr_du": "r_proj", "wo_ud": "o_proj"}  # fmt: skip
 
-    engine = Engine(checkpoint, enable_lora=True, max_lora_rank=8)
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    ids = prompt(60)
-    base, adapted = (
-        list(
-            engine.llm.generate(
-                [{"prompt_token_ids": ids}], params, use_tqdm=False, lora_request=request
-            )[0]
-            .outputs[0]
-            .token_ids
-        )
-        for request in (None, LoRARequest("adapter", 1, str(adapter)))
-    )
-    assert base != adapted
-    oracle.assert_greedy(ids, base)
-    Oracle(merged).assert_greedy(ids, adapted)
+    def spelled(name: str) -> str:
+        for old, new in hf.items():
+            name = name.replace(old, new)
+        return name
+
+    renamed = Adapter({spelled(n): pair for n, pair in some.pairs.items()}, some.rank, some.alpha)
+    found = [Served(None, Oracle(base))]
+    for number, (adapter, file) in enumerate(((every, every), (some, renamed)), start=1):
+        path = file.write(folder / str(number))
+        merged = folder / f"merged{number}"
+        shutil.copytree(base, merged)
+        for old in merged.glob("*.safetensors*"):
+            old.unlink()
+        changed = {n: t.clone() for n, t in tensors.items()}
+        adapter.merge(changed)
+        save_file(changed, merged / "model.safetensors")
+        found.append(Served(LoRARequest(str(number), number, str(path)), Oracle(merged)))
+    return found
+
+
+def start(folder: Path, **options: Any) -> Engine:
+    return Engine(folder, enable_lora=True, max_loras=2, max_lora_rank=8, max_model_len=256,
+                  **options)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(base: Path) -> Engine:
+    return start(base)
+
+
+def run(
+    engine: Engine, prompts: list[list[int]], requests: list[Any], **sampling: Any
+) -> list[Any]:
+    """The outputs of all prompts in one batch, each with its own adapter or None."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, ignore_eos=True, **sampling)
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
+    return engine.llm.generate(inputs, params, use_tqdm=False, lora_request=requests)
+
+
+def test_adapters_and_base_in_one_batch(engine: Engine, served: list[Served]) -> None:
+    check_one_batch(engine, served)
+
+
+def check_one_batch(engine: Engine, served: list[Served]) -> None:
+    # Both slots are taken, and neighbouring rows belong to different adapters.
+    ids = prompt(LENGTHS[-1])
+    plain, *others = (one.oracle.answer(ids).double for one in served)
+    assert all((plain - other).abs().max() > 0.1 for other in others)
+    cases = [(one, n) for n in LENGTHS for one in served]
+    prompts, requests = [ids[:n] for _, n in cases], [one.request for one, _ in cases]
+    found = run(engine, prompts, requests, max_tokens=5, logprobs=-1)
+    for (one, n), out in zip(cases, found, strict=True):
+        one.check(ids, dense(out.outputs[0].logprobs)[:1], slice(n - 1, n))
+        one.oracle.assert_greedy(ids[:n], list(out.outputs[0].token_ids))
+
+
+def test_prompt_logprobs_of_every_adapter(engine: Engine, served: list[Served]) -> None:
+    # One request at a time: vLLM's adapter head knows the requests of a batch, not their rows.
+    ids = prompt(60, seed=3)
+    for one in served:
+        (out,) = run(engine, [ids], [one.request], max_tokens=1, prompt_logprobs=-1)
+        one.check(ids, dense(out.prompt_logprobs[1:]), slice(0, -1))
+
+
+def pair(name: str, rows: int, columns: int, rank: int = 4) -> dict[str, Tensor]:
+    return {f"{name}.lora_A.weight": torch.ones(rank, columns),
+            f"{name}.lora_B.weight": torch.ones(rows, rank)}  # fmt: skip
+
+
+BAD = {
+    "a layer that is not there": (
+        pair(f"{LAYER}.9.attn.wq_du", 128, 128),
+        r"changes model\.layers\.9\.attn\.wq_du, which is no module that takes adapters",
+    ),
+    "sinks of a dense layer": (
+        pair(f"{LAYER}.0.mlp.shared_experts.w2", 128, 128),
+        r"changes model\.layers\.0\.mlp\.sink_experts\.w2, which is no module",
+    ),
+    "a draft's layer": (pair("model.mtp.layers.0.attn.wq_du", 128, 128), "model.mtp.layers.0"),
+    "routed experts": (
+        pair(f"{LAYER}.1.mlp.experts.0.w1", 64, 128),
+        r"received \['model\.layers\.1\.mlp\.experts\.0\.w1'",
+    ),
+    "a convolution": (pair(f"{LAYER}.0.attn.k_sconv", 64, 4), r"received \['.*k_sconv'"),
+    "A too narrow": (pair(Q, 128, 127), r"lora_A of .*wq_du needs shape \[4, 128\]; found"),
+    "B too short": (pair(Q, 100, 128), r"lora_B of .*wq_du needs shape \[128, 4\]; found \[100"),
+    "sinks of one sink": (pair(f"{SINKS}.w1", 64, 128), r"w1 needs shape \[128, 4\]; found \[64"),
+    "head of a short vocabulary": (
+        pair("model.llm.unembed", 440, 128),
+        r"lora_B of lm_head needs shape \[512, 4\] or \[500, 4\]; found \[440, 4\]",
+    ),
+    "another rank than configured": (pair(Q, 128, 128, rank=2), r"needs shape \[4, 128\]; found"),
+    "half a pair": (
+        {f"{Q}.lora_A.weight": torch.ones(4, 128)},
+        r"has no lora_B for model\.layers\.0\.attn\.wq_du",
+    ),
+    "no tensors": ({}, "the adapter has no tensors"),
+    "a whole weight": ({f"{Q}.weight": torch.ones(128, 128)}, "unsupported LoRA weight"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_adapter_is_refused(
+    engine: Engine, served: list[Served], tmp_path: Path, kind: str
+) -> None:
+    from vllm.lora.request import LoRARequest
+
+    tensors, sentence = BAD[kind]
+    path = write(tmp_path / "bad", tensors, 4)
+    with pytest.raises(ValueError, match=sentence):
+        engine.llm.llm_engine.add_lora(LoRARequest(kind, 100 + [*BAD].index(kind), str(path)))
+    ids = prompt(7)
+    served[0].oracle.assert_greedy(ids, engine.greedy([ids], 2)[0])
+
+
+def test_routed_experts_that_the_engine_wraps_and_layers_that_it_leaves(base: Path) -> None:
+    # A manager as on a GPU: it wrapped the experts of layer 1 and, of the attentions, layer 0's.
+    text = parse(json.loads((base / "config.json").read_text())).text
+    parts = [f"experts.{e}.{part}_proj" for e in range(8) for part in ("gate", "down", "up")]
+    where = "model.layers.1.mlp."
+    taken: list[Any] = []
+    manager = SimpleNamespace(
+        modules={"model.layers.0.attn.wo_ud": SimpleNamespace(
+            lora_a_stacked=(torch.ones(2, 1, 4, 128),), lora_b_stacked=torch.ones(2, 1, 128, 4))},
+        packed_modules={f"{where}experts": [where + part for part in parts]},
+        add_adapter=taken.append,
+    )  # fmt: skip
+
+    class Model(lora.TakesAdapters):
+        def adapter_targets(self, routed: Sequence[str]) -> Any:
+            known = lora.targets(text, routed)
+            return known, {name for name in known if ".layers.3." not in name}
+
+    Model().lora_manager = manager
+
+    def add(name: str, rows: int, columns: int) -> None:
+        pair = SimpleNamespace(rank=4, is_packed=False, lora_a=torch.ones(4, columns),
+                               lora_b=torch.ones(rows, 4))  # fmt: skip
+        manager.add_adapter(SimpleNamespace(loras={name: pair}))
+
+    add(f"{where}experts.7.up_proj", 64, 128)
+    add(f"{where}experts.7.down_proj", 128, 64)
+    add("model.layers.0.attn.wo_ud", 128, 128)
+    add("model.layers.3.attn.wo_ud", 128, 128)  # of another pipeline stage
+    assert len(taken) == 4
+    for name, sentence in (
+        ("model.layers.1.attn.wo_ud", "is no module that takes adapters"),
+        (f"{where}experts.8.up_proj", "is a routed expert"),
+        (f"{where}experts.7.down_proj", r"lora_A of .*down_proj needs shape \[4, 64\]"),
+    ):
+        with pytest.raises(lora.AdapterError, match=sentence):
+            add(name, 128, 128)
+    (layer,) = manager.modules.values()
+    assert layer.lora_a_stacked[0].flatten(1).sum(1).tolist() == [512, 512, 0]
+    assert layer.lora_b_stacked.flatten(1).sum(1).tolist() == [512, 512, 0]
+
+
+@pytest.mark.parametrize("naming", ["original", "Hugging Face"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sinks_of_every_rank(base: Path, ranks: int, naming: str) -> None:
+    # Four ranks share two sinks, so that each rank has half of one.
+    tensors = stored(base)
+    config = parse(json.loads((base / "config.json").read_text()))
+    full = adaptable(tensors)
+    sinks = {name.rpartition(".")[2]: tensors[name] for name in tensors if SINKS in name}
+    where = SINKS
+    if naming == "Hugging Face":
+        w13, where = sinks["shared_w13_weight"], "model.layers.1.mlp.shared_experts"
+        sinks = {"gate_proj": w13[:, 0::2], "up_proj": w13[:, 1::2],
+                 "down_proj": sinks["shared_w2_weight"]}  # fmt: skip
+    total = full[f"{SINKS}.w1"].shape[0]
+    share = total // ranks
+    for rank in range(ranks):
+        shard = names.Shard(rank, ranks, expert_rank=rank, expert_size=ranks, sink_linears=True)
+        plan = names.plan(config, {f"{where}.x": ()}, shard, range(4))
+        found = {"w13": torch.full((2 * share, 128), torch.nan),
+                 "w2": torch.full((128, share), torch.nan)}  # fmt: skip
+        for name, tensor in sinks.items():
+            for copy in plan[f"{where}.{name}"].copies:
+                found[copy.param.split(".")[-2]][copy.into] = tensor[copy.of]
+        mine = slice(rank * share, (rank + 1) * share)
+        assert torch.equal(found["w13"][:share], full[f"{SINKS}.w1"][mine])
+        assert torch.equal(found["w13"][share:], full[f"{SINKS}.w3"][mine])
+        assert torch.equal(found["w2"], full[f"{SINKS}.w2"][:, mine])
+
+
+@pytest.fixture
+def two_ranks(base: Path) -> Iterator[Engine]:
+    built = start(base, tensor_parallel_size=2)
+    yield built
+    built.llm.llm_engine.engine_core.shutdown()
+
+
+# Last: the end of its engine takes the process groups of the one above with it.
+def test_adapters_on_two_ranks(two_ranks: Engine, served: list[Served]) -> None:
+    check_one_batch(two_ranks, served)
