@@ -1,0 +1,236 @@
+"""Drafting on a CPU: output as without it, and drafts of depths that have seen everything.
+
+The oracle of a draft is a pass over the whole sequence from nothing, with the true tokens and, at
+the end, the drafts of the depths before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.registry import Facts, resolve
+from inkling_portable.target import Target
+from tests.plain_inkling import PlainInkling
+from tests.vllm_cpu.conftest import Engine, prompt
+
+DEPTHS = 4
+LIMIT = 160  # tokens of a request
+
+
+def drafting(count: int) -> dict[str, Any]:
+    return {
+        "block_size": 16,
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": count},
+    }
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_greedy_output_is_the_same(engines: Callable[..., Engine], count: int) -> None:
+    prompts = [prompt(length, seed=length) for length in (1, 3, 20, 40, 97)]
+    plain, engine = engines(block_size=16), engines(**drafting(count))
+    wanted = plain.greedy(prompts, 24)
+    assert engine.greedy(prompts, 24) == wanted
+    before = engine.counter("vllm:spec_decode_num_draft_tokens")
+    for ids, tokens in zip(prompts, wanted, strict=True):
+        assert engine.greedy([ids], 24) == [tokens]
+    drafted = engine.counter("vllm:spec_decode_num_draft_tokens") - before
+    assert drafted >= 20 * count * len(prompts)
+
+
+# --- drafts ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def predictable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Depths that are often right: mostly, a token decides alone about the one behind it."""
+    folder = tmp_path_factory.mktemp("predictable")
+    write_tiny(folder, preset="text", dtype="float32", mtp_depths=DEPTHS, force=True)
+    trunk, depths = load_file(folder / "model.safetensors"), load_file(folder / "mtp.safetensors")
+    for name, tensor in [*trunk.items(), *depths.items()]:
+        if name.endswith(("wo_ud.weight", "w2_md.weight", "w2_weight")):
+            tensor *= CONTEXT
+    hidden = trunk["model.llm.norm.weight"].shape[0]
+    for depth in range(DEPTHS):
+        at = f"model.mtp.layers.{depth}"
+        depths[f"{at}.embed_norm.weight"] = trunk["model.llm.norm.weight"].clone()
+        projection = depths[f"{at}.input_proj.weight"]
+        projection *= CONTEXT
+        projection[:, hidden:] += torch.eye(hidden)
+    save_file(trunk, folder / "model.safetensors")
+    save_file(depths, folder / "mtp.safetensors")
+    return folder
+
+
+CONTEXT = 0.07
+
+
+@dataclass
+class Draft:
+    request: str
+    known: int  # tokens of the request when it was made, the sampled one included
+    tokens: list[int]
+
+
+@pytest.fixture(scope="module")
+def deep(predictable: Path) -> Iterator[Engine]:
+    yield Engine(predictable, **drafting(DEPTHS), max_model_len=LIMIT, max_num_batched_tokens=80,
+                 max_num_seqs=8)  # fmt: skip
+
+
+@pytest.fixture
+def drafts(deep: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
+    """Every draft that the engine makes from now on."""
+    runner: Any = deep.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    drafter, made = runner.drafter, []
+    propose = drafter.propose
+
+    def recorded(**given: Any) -> Tensor:
+        found: Tensor = propose(**given)
+        for name, tokens in zip(runner.input_batch.req_ids, found.tolist(), strict=True):
+            made.append(Draft(name, drafter.histories[name].rows.end + 1, tokens))
+        return found
+
+    monkeypatch.setattr(drafter, "propose", recorded)
+    return made
+
+
+class Teacher:
+    """Whole passes of a checkpoint's depths over one request."""
+
+    def __init__(self, folder: Path) -> None:
+        ops = resolve(Target.parse("cpu"), Facts())
+        self.plain = PlainInkling(folder, ops, length=LIMIT + DEPTHS)
+
+    def trunk(self, ids: list[int]) -> Tensor:
+        self.plain.lengths = [0]
+        return self.plain.forward([0], [ids])
+
+    def assert_drafts(self, ids: list[int], hidden: Tensor, draft: Draft) -> None:
+        """`hidden` is the trunk's for all of `ids`."""
+        rows, given = draft.known - 1, ids[: draft.known] + draft.tokens
+        previous = hidden[:rows]
+        for depth, token in enumerate(draft.tokens):
+            stream = given[depth + 1 : depth + 1 + rows]
+            previous = self.plain.draft_hidden(depth, [0], previous, [stream], [0])
+            (logits,) = self.plain.logits(previous[-1:])
+            # Near ties may fall either way.
+            assert logits.max() - logits[token] < 1e-4, f"{draft}, depth {depth}"
+
+
+def run_and_check(
+    engine: Engine, made: list[Draft], teacher: Teacher, prompts: list[list[int]]
+) -> list[Any]:
+    """Output and drafts of one batch against the teacher; how many tokens each step brought."""
+    made.clear()
+    outputs = engine.generate(prompts, max_tokens=30)
+    advances = []
+    for out in outputs:
+        ids = list(out.prompt_token_ids) + list(out.outputs[0].token_ids)
+        hidden = teacher.trunk(ids)
+        start = len(out.prompt_token_ids)
+        assert teacher.plain.logits(hidden[start - 1 : -1]).argmax(-1).tolist() == ids[start:]
+        mine = [d for d in made if d.request.split("-")[0] == out.request_id]
+        mine = [d for d in mine if start < d.known <= len(ids)]
+        assert mine[0].known == start + 1
+        for draft in mine:
+            teacher.assert_drafts(ids, hidden, draft)
+        advances += [b.known - a.known for a, b in itertools.pairwise(mine)]
+    return [outputs, advances]
+
+
+PROMPTS = [3, 20, 97, 140]  # the third takes two chunks, the last one ends at the limit
+
+
+def test_drafts_equal_a_pass_over_everything(
+    deep: Engine, drafts: list[Draft], predictable: Path
+) -> None:
+    teacher = Teacher(predictable)
+    prompts = [prompt(length, seed=length) for length in PROMPTS]
+    outputs, advances = run_and_check(deep, drafts, teacher, prompts)
+    assert [out.num_cached_tokens for out in outputs] == [0] * len(prompts)
+    assert [len(out.outputs[0].token_ids) for out in outputs] == [30, 30, 30, LIMIT - 140]
+    # Every number of right drafts happened, so every number of rows ran again.
+    assert set(advances) == set(range(1, DEPTHS + 2)), advances
+
+    # What others left in the caches serves the depths too.
+    outputs, _ = run_and_check(deep, drafts, teacher, prompts[2:])
+    assert all(out.num_cached_tokens >= 32 for out in outputs), outputs
+    longer = prompts[2][:70] + prompt(9, seed=1)
+    outputs, _ = run_and_check(deep, drafts, teacher, [longer])
+    assert outputs[0].num_cached_tokens >= 32
+
+
+# --- limits and the hook --------------------------------------------------------------------------
+
+
+def engine_config(folder: Path, **speculative: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    spec = {"method": "mtp", **speculative}
+    return EngineArgs(
+        model=str(folder), dtype="float32", max_model_len=512, speculative_config=spec
+    ).create_engine_config()
+
+
+def test_more_drafts_than_depths_stop_the_start(
+    engines: Callable[..., Engine], checkpoint: Path
+) -> None:
+    from vllm.config import set_current_vllm_config
+
+    from inkling_portable.model.inkling import InklingForCausalLM
+
+    engines(block_size=16)  # its process groups serve the module too
+    config = engine_config(checkpoint, num_speculative_tokens=4)
+    sentence = "drafting 4 tokens .* needs as many MTP depths; the checkpoint has 2; .* at most 2"
+    with set_current_vllm_config(config), pytest.raises(ValueError, match=sentence):
+        InklingForCausalLM(vllm_config=config)
+    with pytest.raises(ValueError, match=r"num_speculative_tokens:3 must be divisible by .*2"):
+        engine_config(checkpoint, num_speculative_tokens=3)
+
+
+def test_the_hook_is_still_needed(checkpoint: Path) -> None:
+    """Fails when vLLM's V1 runner draws on several depths by itself: take `install_proposer` out.
+
+    Left alone, the runner builds an EagleProposer, which does not say which depth to run and wants
+    all draft layers in one cache group; the V1 runner asks for nothing else.
+    """
+    from vllm.config import SpeculativeConfig
+    from vllm.v1.spec_decode.eagle import EagleProposer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    spec = engine_config(checkpoint, num_speculative_tokens=2).speculative_config
+    unhooked = inspect.unwrap(SpeculativeConfig.use_step3p5_mtp)
+    assert spec.use_multi_module_mtp() and spec.use_step3p5_mtp() and not unhooked(spec)
+    assert "spec_step_idx" not in inspect.getsource(EagleProposer.propose)
+    assert "use_multi_module_mtp" not in inspect.getsource(GPUModelRunner)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"disable_padded_drafter_batch": True}, "found disable_padded_drafter_batch; leave it"),
+        ({"data_parallel_size": 2}, "data parallel size 1, .* found 2; start one server per rank"),
+    ],
+)
+def test_what_drafting_cannot_do_is_a_sentence(
+    checkpoint: Path, change: dict[str, Any], sentence: str
+) -> None:
+    from inkling_portable.model.drafting import EveryDepth
+
+    config = engine_config(checkpoint, num_speculative_tokens=2)
+    for name, value in change.items():
+        owner = config.parallel_config if "parallel" in name else config.speculative_config
+        setattr(owner, name, value)
+    with pytest.raises(ValueError, match=sentence):
+        EveryDepth(config, torch.device("cpu"))
