@@ -8,24 +8,33 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.model.preprocess import ImageSettings, image_patches
 from inkling_portable.registry import Facts, resolve
 from inkling_portable.target import Target
+from tests.media import picture
 from tests.plain_inkling import PlainInkling
 from tests.vllm_cpu.conftest import LARGEST_BOUND, Engine, prompt
 
 DEPTHS = 4
 LIMIT = 160  # tokens of a request
+CHUNK = 80  # tokens of a step
+PATCH = 16
+CONTEXT = 0.07
+"""What is left of the trunk's and the depths' branches where a token decides alone, mostly."""
 
 
 def drafting(count: int) -> dict[str, Any]:
@@ -55,7 +64,7 @@ def test_greedy_output_is_the_same(engines: Callable[..., Engine], count: int) -
 def predictable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Depths that are often right: mostly, a token decides alone about the one behind it."""
     folder = tmp_path_factory.mktemp("predictable")
-    write_tiny(folder, preset="text", dtype="float32", mtp_depths=DEPTHS, force=True)
+    write_tiny(folder, preset="omni", dtype="float32", mtp_depths=DEPTHS, force=True)
     trunk, depths = load_file(folder / "model.safetensors"), load_file(folder / "mtp.safetensors")
     for name, tensor in [*trunk.items(), *depths.items()]:
         if name.endswith(("wo_ud.weight", "w2_md.weight", "w2_weight")):
@@ -72,9 +81,6 @@ def predictable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-CONTEXT = 0.07
-
-
 @dataclass
 class Draft:
     request: str
@@ -85,14 +91,20 @@ class Draft:
 
 @pytest.fixture(scope="module")
 def deep(predictable: Path) -> Iterator[Engine]:
-    yield Engine(predictable, **drafting(DEPTHS), max_model_len=LIMIT, max_num_batched_tokens=80,
-                 max_num_seqs=8)  # fmt: skip
+    yield Engine(
+        predictable, **drafting(DEPTHS), max_model_len=LIMIT, max_num_batched_tokens=CHUNK,
+        max_num_seqs=8, mm_processor_kwargs={"max_image_tokens": 60, "max_audio_tokens": 60},
+    )  # fmt: skip
 
 
 @pytest.fixture
 def drafts(deep: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
+    return record(deep, monkeypatch)
+
+
+def record(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
     """Every draft that the engine makes from now on."""
-    runner: Any = deep.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner: Any = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     drafter, made = runner.drafter, []
     propose, sample = drafter.propose, drafter._sample_draft_tokens_for_step
     rows: list[Tensor] = []
@@ -114,60 +126,105 @@ def drafts(deep: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
     return made
 
 
+@dataclass
+class Asked:
+    """A prompt with at most one picture (uint8 [h, w, 3]) behind its first `before` tokens."""
+
+    ids: list[int]
+    picture: np.ndarray | None = None
+    before: int = 0
+
+    def input(self, opener: int) -> dict[str, Any]:
+        if self.picture is None:
+            return {"prompt_token_ids": self.ids}
+        ids = [*self.ids[: self.before], opener, *self.ids[self.before :]]
+        return {
+            "prompt_token_ids": ids,
+            "multi_modal_data": {"image": [Image.fromarray(self.picture)]},
+        }
+
+
 class Teacher:
-    """Whole passes of a checkpoint's depths over one request."""
+    """Whole passes of a checkpoint's trunk and depths over one request."""
 
     def __init__(self, folder: Path) -> None:
         ops = resolve(Target.parse("cpu"), Facts())
         self.plain = PlainInkling(folder, ops, length=LIMIT + DEPTHS)
+        raw = json.loads((folder / "config.json").read_text())
+        self.opener, self.slot = raw.get("image_bos_token_id"), raw.get("image_token_id")
 
-    def trunk(self, ids: list[int]) -> Tensor:
+    def start(self, ids: list[int], image: Tensor | None) -> None:
+        """Run the trunk over `ids`, the rows of a picture [n, H] in its slots."""
+        self.ids, self.rows = ids, None
+        if image is not None:
+            self.rows = torch.full((len(ids) + DEPTHS, image.shape[1]), float("nan"))
+            self.rows[[i for i, token in enumerate(ids) if token == self.slot]] = image
         self.plain.lengths = [0]
-        return self.plain.forward([0], [ids])
+        rows = None if self.rows is None else self.rows[: len(ids)]
+        self.hidden = self.plain.forward([0], [ids], rows=rows)
 
-    def assert_drafts(self, ids: list[int], hidden: Tensor, draft: Draft) -> None:
-        """`hidden` is the trunk's for all of `ids`."""
-        rows, given = draft.known - 1, ids[: draft.known] + draft.tokens
-        previous = hidden[:rows]
+    def assert_greedy(self, start: int) -> None:
+        logits = self.plain.logits(self.hidden[start - 1 : -1])
+        assert logits.argmax(-1).tolist() == self.ids[start:]
+
+    def assert_drafts(self, draft: Draft) -> None:
+        count, given = draft.known - 1, self.ids[: draft.known] + draft.tokens
+        previous = self.hidden[:count]
         for depth, token in enumerate(draft.tokens):
-            stream = given[depth + 1 : depth + 1 + rows]
-            previous = self.plain.draft_hidden(depth, [0], previous, [stream], [0])
+            part = slice(depth + 1, depth + 1 + count)
+            rows = None if self.rows is None else self.rows[part]
+            previous = self.plain.draft_hidden(depth, [0], previous, [given[part]], [0], rows)
             where = f"{draft.request} after {draft.known} tokens, depth {depth}"
             error = (draft.hidden[depth] - previous[-1]).abs().max()
-            assert error < LARGEST_BOUND, where
+            assert error < LARGEST_BOUND, f"{where}: {error:.1e}"
             (logits,) = self.plain.logits(previous[-1:])
-            assert logits.max() - logits[token] < LARGEST_BOUND, where  # near ties may fall either
+            # Near ties may fall either way.
+            assert logits.max() - logits[token] < LARGEST_BOUND, where
+
+
+def tower_rows(engine: Engine, picture: np.ndarray) -> Tensor:
+    """[slots, H] of a picture, from the tower of the model that serves."""
+    patches = image_patches(Image.fromarray(picture), ImageSettings(patch_size=PATCH))[:, :1]
+    sizes = torch.tensor([len(patches)])
+    with torch.no_grad():
+        (rows,) = engine.on_model(
+            lambda model: model.embed_multimodal(pixel_values=patches, num_patches=sizes)
+        )
+    return rows.clone()
 
 
 def run_and_check(
-    engine: Engine, made: list[Draft], teacher: Teacher, prompts: list[list[int]]
+    engine: Engine, made: list[Draft], teacher: Teacher, prompts: list[Asked]
 ) -> tuple[list[Any], list[int]]:
     """Hold one batch to the teacher: its outputs, and how many tokens each step brought."""
+    from vllm import SamplingParams
+
     made.clear()
-    outputs = engine.generate(prompts, max_tokens=30)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=30)
+    inputs = [asked.input(teacher.opener) for asked in prompts]
+    outputs = engine.llm.generate(inputs, params, use_tqdm=False)
     advances = []
-    for out in outputs:
+    for asked, out in zip(prompts, outputs, strict=True):
         ids = list(out.prompt_token_ids) + list(out.outputs[0].token_ids)
-        hidden = teacher.trunk(ids)
         start = len(out.prompt_token_ids)
-        assert teacher.plain.logits(hidden[start - 1 : -1]).argmax(-1).tolist() == ids[start:]
+        picture = asked.picture
+        teacher.start(ids, None if picture is None else tower_rows(engine, picture))
+        teacher.assert_greedy(start)
         mine = [d for d in made if d.request.split("-")[0] == out.request_id]
         mine = [d for d in mine if start < d.known <= len(ids)]
         assert mine[0].known == start + 1
         for draft in mine:
-            teacher.assert_drafts(ids, hidden, draft)
+            teacher.assert_drafts(draft)
         advances += [b.known - a.known for a, b in itertools.pairwise(mine)]
     return outputs, advances
-
-
-PROMPTS = [3, 20, 97, 140]  # the third takes two chunks, the last one ends at the limit
 
 
 def test_drafts_equal_a_pass_over_everything(
     deep: Engine, drafts: list[Draft], predictable: Path
 ) -> None:
     teacher = Teacher(predictable)
-    prompts = [prompt(length, seed=length) for length in PROMPTS]
+    # The third takes two chunks, the last one ends at the limit.
+    prompts = [Asked(prompt(length, seed=length)) for length in (3, 20, 97, 140)]
     outputs, advances = run_and_check(deep, drafts, teacher, prompts)
     assert [out.num_cached_tokens for out in outputs] == [0] * len(prompts)
     assert [len(out.outputs[0].token_ids) for out in outputs] == [30, 30, 30, LIMIT - 140]
@@ -177,9 +234,28 @@ def test_drafts_equal_a_pass_over_everything(
     # What the same and another request left in the caches serves the depths too.
     outputs, _ = run_and_check(deep, drafts, teacher, prompts[2:])
     assert all(out.num_cached_tokens >= 64 for out in outputs)
-    fork = prompts[-1][:130] + prompt(9, seed=1)
+    fork = Asked(prompts[-1].ids[:130] + prompt(9, seed=1))
     outputs, _ = run_and_check(deep, drafts, teacher, [fork])
     assert outputs[0].num_cached_tokens >= 64
+
+
+@pytest.mark.parametrize("before", [CHUNK - 10, CHUNK - 4, CHUNK - 2, CHUNK - 1])
+def test_drafts_see_a_picture_at_the_border_of_a_chunk(
+    deep: Engine, drafts: list[Draft], predictable: Path, before: int
+) -> None:
+    """The opener, slots, or only what is looked ahead for stand on either side."""
+    asked = Asked(prompt(before + 7, seed=before), picture(24, before - 30), before)
+    run_and_check(deep, drafts, Teacher(predictable), [asked])
+
+
+def test_depths_that_look_tokens_up_themselves(
+    engines: Callable[..., Engine], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without towers the depths are given tokens, not rows."""
+    engine = engines(**drafting(2))
+    engine.forget_prefixes()
+    prompts = [Asked(prompt(length, seed=length)) for length in (5, 40)]
+    run_and_check(engine, record(engine, monkeypatch), Teacher(checkpoint), prompts)
 
 
 # --- limits and the hook --------------------------------------------------------------------------
