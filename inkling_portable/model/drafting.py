@@ -23,13 +23,16 @@ from inkling_portable.model.engine import (
     set_forward_context,
 )
 
+SLOT = -1
+"""Stands for a token whose embedding is an image's or a clip's, which no draft can have."""
+
 
 @dataclass
 class Rows:
     """Consecutive rows of one request, the last one at position `end - 1`."""
 
     end: int
-    tokens: list[int]  # what depth 0 is given: the token behind each row
+    tokens: list[int]  # what depth 0 is given: the token behind each row, SLOT for a tower's row
     hidden: Tensor  # [n, H] the trunk's
     embeds: Tensor | None  # [n, H] of the tokens, for models with towers
 
@@ -54,7 +57,6 @@ class History:
 
     rows: Rows
     guesses: list[int]  # tokens behind the rows' own, given to later depths
-    guess_embeds: list[Tensor]  # [H] each, for models with towers
 
     def again(self, new: Rows) -> int:
         """How many of the last rows must run again, now that `new` rows and their tokens are known.
@@ -63,13 +65,9 @@ class History:
         that is still open may be drafted otherwise this time, so it counts as wrong.
         """
         for j, guess in enumerate(self.guesses):
-            if j >= len(new.tokens) or guess != new.tokens[j] or not self._same_embed(j, new):
+            if j >= len(new.tokens) or guess != new.tokens[j]:
                 return min(len(self.guesses) - j, len(self.rows.tokens))
         return 0
-
-    def _same_embed(self, j: int, new: Rows) -> bool:
-        """A slot of an image that was still ahead had been given its token's embedding."""
-        return new.embeds is None or torch.equal(self.guess_embeds[j], new.embeds[j])
 
 
 class EveryDepth:
@@ -141,7 +139,10 @@ class EveryDepth:
             # Behind a chunk of a prompt stands the prompt's next token; nothing was sampled.
             known = position < batch.num_tokens_no_spec[i]
             given[end - 1] = int(batch.token_ids_cpu[i, position]) if known else sampled[i]
-        embeds = self._embed(given, *(mm_embed_inputs or ()))
+        media, slots = mm_embed_inputs or (None, None)
+        embeds = self._embed(given, media, slots)
+        if slots is not None:
+            given = [SLOT if slot else id_ for id_, slot in zip(given, slots.tolist(), strict=True)]
 
         packed: list[Rows] = []
         remembered: list[Rows] = []
@@ -157,18 +158,14 @@ class EveryDepth:
             packed.append(history.rows.last(history.again(new)).then(new))
             remembered.append(history.rows.then(new).last(depths - 1))
 
-        drafts, guesses = self._run(packed, sampling_metadata)
+        drafts = self._run(packed, sampling_metadata)
         alive = self.runner.requests
         self.histories = {name: h for name, h in self.histories.items() if name in alive}
         for i, name in enumerate(names):
-            tokens = [behind[i] for behind, _ in guesses]
-            rows = [behind[i] for _, behind in guesses if behind is not None]
-            self.histories[name] = History(remembered[i], tokens, rows)
+            self.histories[name] = History(remembered[i], drafts[i, :-1].tolist())
         return drafts[:, :num_speculative_tokens]
 
-    def _embed(
-        self, tokens: list[int], media: Any = None, slots: Tensor | None = None
-    ) -> Tensor | None:
+    def _embed(self, tokens: list[int], media: Any, slots: Tensor | None) -> Tensor | None:
         """Rows [T, H] of the tokens, or None where depths look tokens up by themselves."""
         if not self.supports_mm_inputs:
             return None
@@ -177,11 +174,8 @@ class EveryDepth:
         )
         return rows
 
-    def _run(
-        self, packed: list[Rows], sampling: Any
-    ) -> tuple[Tensor, list[tuple[list[int], Tensor | None]]]:
-        """Drafts [B, depths], and per depth but the last what was put behind each request's rows:
-        tokens, and their embeddings [B, H] or None."""
+    def _run(self, packed: list[Rows], sampling: Any) -> Tensor:
+        """Drafts [B, depths], each depth's from its last row of a request."""
         depths: int = self.model.depths
         counts = torch.tensor([len(rows.tokens) for rows in packed])
         last = counts.cumsum(0) - 1
@@ -193,7 +187,7 @@ class EveryDepth:
             embeds = torch.cat([rows.embeds for rows in packed if rows.embeds is not None])
         step = self._metadata(positions, counts, [rows.end for rows in packed])
 
-        drafts, probabilities, guesses = [], [], []
+        drafts, probabilities = [], []
         for depth in range(depths):
             with set_forward_context(step, self.vllm_config, num_tokens=len(tokens)):
                 hidden = self.model(
@@ -208,18 +202,15 @@ class EveryDepth:
                 probabilities.append(chances)
             if depth + 1 == depths:
                 break
-            behind = drafted.tolist()
             tokens = tokens.roll(-1)
             tokens[last] = drafted
-            rows = self._embed(behind)
-            if embeds is not None and rows is not None:
+            if embeds is not None:
                 embeds = embeds.roll(-1, 0)
-                embeds[last] = rows
-            guesses.append((behind, rows))
+                embeds[last] = self.model.embed_input_ids(drafted)
         self._last_draft_probs = None
         if probabilities:
             self._last_draft_probs = torch.stack(probabilities, dim=1).contiguous()
-        return torch.stack(drafts, dim=1), guesses
+        return torch.stack(drafts, dim=1)
 
     def _metadata(self, positions: Tensor, counts: Tensor, ends: list[int]) -> dict[str, Any]:
         """Metadata of the packed rows by layer; each cache group has its own pages and page size.
