@@ -27,12 +27,14 @@ from inkling_portable.registry import Facts, resolve
 from inkling_portable.target import Target
 from tests.media import picture
 from tests.plain_inkling import PlainInkling
-from tests.vllm_cpu.conftest import LARGEST_BOUND, Engine, prompt
+from tests.vllm_cpu.conftest import Engine, prompt
 
 DEPTHS = 4
 LIMIT = 160  # tokens of a request
 CHUNK = 80  # tokens of a step
 PATCH = 16
+BOUND = 5e-5
+"""On hidden rows of deviation 3, where float32 in another order of sums costs up to 1.6e-5."""
 CONTEXT = 0.07
 """What is left of the trunk's and the depths' branches where a token decides alone, mostly."""
 
@@ -181,10 +183,10 @@ class Teacher:
             previous = self.plain.draft_hidden(depth, [0], previous, [given[part]], [0], rows)
             where = f"{draft.request} after {draft.known} tokens, depth {depth}"
             error = (draft.hidden[depth] - previous[-1]).abs().max()
-            assert error < LARGEST_BOUND, f"{where}: {error:.1e}"
+            assert error < BOUND, f"{where}: {error:.1e}"
             (logits,) = self.plain.logits(previous[-1:])
             # Near ties may fall either way.
-            assert not chosen or logits.max() - logits[token] < LARGEST_BOUND, where
+            assert not chosen or logits.max() - logits[token] < BOUND, where
 
 
 def tower_rows(engine: Engine, picture: np.ndarray) -> Tensor:
