@@ -6,8 +6,10 @@ applying. `INKLING_PORTABLE=off` leaves the in-tree classes in place.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+from typing import Any
 
 logger = logging.getLogger("vllm.inkling_portable")
 
@@ -42,6 +44,7 @@ def register() -> None:
     for name, code in ARCHITECTURES.items():
         ModelRegistry.register_model(name, code)
     _register_configs()
+    _register_drafting()
     # vLLM refuses adapters for any architecture called Inkling unless this says that the in-tree
     # model's fused collective is off. Our collectives choose by themselves whether an adapter's
     # partial sums suit them, so LAMPORT_RS_SCONV, which that collective really reads, stays free.
@@ -73,3 +76,27 @@ def _register_configs() -> None:
         inkling_model=hf_configs.InklingTextConfig,
         inkling_text=hf_configs.InklingHfTextConfig,
     )
+
+
+def _register_drafting() -> None:
+    """Have vLLM's V1 runner ask us which proposer drafts for Inkling, see `install_proposer`.
+
+    The runner puts this question, and nothing else does, right before it builds a proposer; the
+    model classes are imported later.
+    """
+    from vllm.config import SpeculativeConfig
+
+    asked = SpeculativeConfig.use_step3p5_mtp
+    if hasattr(asked, "__wrapped__"):
+        return
+
+    @functools.wraps(asked)
+    def use_step3p5_mtp(self: Any) -> bool:
+        draft = getattr(self.draft_model_config, "hf_config", None)
+        if self.method != "mtp" or getattr(draft, "model_type", None) != "inkling_mtp":
+            return bool(asked(self))
+        from inkling_portable.model.engine import install_proposer
+
+        return install_proposer()
+
+    SpeculativeConfig.use_step3p5_mtp = use_step3p5_mtp

@@ -210,20 +210,25 @@ class PlainInkling:
         return full[:, : self.text.vocab_size]
 
     def draft_hidden(self, depth: int, ids: list[int], previous: Tensor, tokens: list[list[int]],
-                     contexts: list[int]) -> Tensor:  # fmt: skip
+                     contexts: list[int], rows: Tensor | None = None) -> Tensor:  # fmt: skip
         """Teacher-forced hidden states of one MTP depth (spec 4.2).
 
         previous [T, H]: hidden states of depth - 1 (depth 0: the trunk's final-normed ones) at
-        positions `contexts[i]` and on; tokens: for each position p the token p + 1 + depth.
+        positions `contexts[i]` and on; tokens: for each position p the token p + 1 + depth. `rows`
+        replaces the tokens' embedding rows where it is not NaN (images and audio).
         """
         assert self.config.mtp is not None
         name = f"mtp.layers.{depth}"
         step = self.start(ids, [len(t) for t in tokens], contexts=contexts)
         flat = torch.tensor([t for ts in tokens for t in ts], dtype=torch.int64)
-        combined = self.ops.embed_norm_chain(
-            previous, flat, self.w("llm.embed.weight"), self.w("llm.embed_norm.weight"),
-            self.w(f"{name}.hidden_norm.weight"), self.w(f"{name}.embed_norm.weight"), EPS,
-        )  # fmt: skip
+        embed, backbone = self.w("llm.embed.weight"), self.w("llm.embed_norm.weight")
+        gains = self.w(f"{name}.hidden_norm.weight"), self.w(f"{name}.embed_norm.weight")
+        if rows is None:
+            combined = self.ops.embed_norm_chain(previous, flat, embed, backbone, *gains, EPS)
+        else:
+            embeds = self.ops.embed_norm(flat, embed, backbone, EPS)
+            embeds = torch.where(rows.isnan(), embeds, rows.to(embeds.dtype))
+            combined = self.ops.concat_norms(previous, embeds, *gains, EPS)
         x = combined @ self.w(f"{name}.input_proj.weight").T
         block = f"{name}.transformer_block"
         normed, _ = self.ops.rms_norm(x, self.w(f"{block}.attn_norm.weight"), EPS, None)

@@ -25,7 +25,7 @@ from vllm.distributed import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -114,6 +114,7 @@ __all__ = [
     "get_pp_group",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
+    "install_proposer",
     "logger",
     "make_empty_intermediate_tensors_factory",
     "make_layers",
@@ -122,6 +123,7 @@ __all__ = [
     "on_accelerator",
     "processor_file",
     "receive_on_cpu",
+    "set_forward_context",
     "step_metadata",
     "tp_group_name",
 ]
@@ -408,6 +410,35 @@ def checkpoint_folder(vllm_config: VllmConfig, draft: bool = False) -> Path | No
     except Exception:  # not a hub name, or a loader that streams: nothing to look at
         return None
     return Path(found)
+
+
+# --- drafting -------------------------------------------------------------------------------------
+
+
+def install_proposer() -> bool:
+    """Let vLLM's V1 runner draft with every depth, over all rows; False on an accelerator.
+
+    Without Triton, as on a CPU, only the V1 runner works, and none of its proposers knows several
+    MTP depths with a history each, which its V2 runner's speculator gives them; one of them does
+    know draft layers in several cache groups. It is replaced, by name, in the module that builds
+    it. Goes when the V1 runner drafts as V2 does, or when V2 runs on every CPU (0.33: neither).
+    """
+    if on_accelerator():
+        return False
+    from vllm.v1.spec_decode.eagle import EagleProposer
+    from vllm.v1.spec_decode.step3p5 import Step3p5MTPProposer
+    from vllm.v1.worker import gpu_model_runner
+
+    from inkling_portable.model.drafting import EveryDepth
+
+    class Proposer(EveryDepth, Step3p5MTPProposer):
+        # The head is the target's, and so is the config of everything but the architecture.
+        _maybe_share_lm_head = EagleProposer._maybe_share_lm_head
+        _create_draft_vllm_config = EagleProposer._create_draft_vllm_config
+
+    if not issubclass(gpu_model_runner.Step3p5MTPProposer, EveryDepth):
+        gpu_model_runner.Step3p5MTPProposer = Proposer
+    return True
 
 
 # --- media ----------------------------------------------------------------------------------------

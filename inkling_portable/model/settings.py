@@ -78,11 +78,12 @@ class Settings:
 def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
     """Read everything that the layers need to know from the engine's config.
 
-    Raises ConfigError for a width that does not split over the ranks and SelectionError for a
-    request that cannot be obeyed.
+    Raises ConfigError for a width that does not split over the ranks or for more drafts than MTP
+    depths, and SelectionError for a request that cannot be obeyed.
     """
     tp = get_tensor_model_parallel_world_size()
     config.text.check_tensor_parallel(tp)
+    _check_drafts(vllm_config, config)
     stored = cache_dtype(vllm_config)
     if stored not in (torch.bfloat16, torch.float16, torch.float32):
         raise ConfigError(
@@ -126,6 +127,19 @@ def check_ranks_agree(chosen: Sequence[Mapping[str, tuple[str, ...]]]) -> None:
                     f"{', '.join(providers)} and rank {rank} {', '.join(found[name])}; install the "
                     "same libraries for both"
                 )
+
+
+def _check_drafts(vllm_config: VllmConfig, config: InklingConfig) -> None:
+    """vLLM would take a depth for a second draft; it was trained for one distance only."""
+    spec = vllm_config.speculative_config
+    if spec is None or spec.method != "mtp":
+        return
+    asked, depths = spec.num_speculative_tokens or 0, config.require_mtp().num_depths
+    if asked > depths:
+        raise ConfigError(
+            f"drafting {asked} tokens in a step needs as many MTP depths; the checkpoint has "
+            f"{depths}; set num_speculative_tokens to at most {depths}"
+        )
 
 
 def _facts(vllm_config: VllmConfig, text: TextConfig, tp: int) -> Facts:
