@@ -94,6 +94,11 @@ class Target:
         for extra in extras:
             name, _, version = extra.partition("=")
             if name in LIBRARIES:
+                if version and not _is_version(version):
+                    raise TargetError(
+                        f"target {text!r}: {version!r} is no version of {name}; write a number "
+                        f"such as {name}=1.2.3, or {name} alone"
+                    )
                 libs.append((name, version))
             elif name in FEATURES and not version:
                 features.add(name)
@@ -159,6 +164,16 @@ class Target:
         return cls(vendor, arch, device.multi_processor_count,
                    chip.shared_kib if chip else shared, memory,
                    chip.bandwidth_gbs if chip else 0, 64 if vendor == "rocm" else 32)  # fmt: skip
+
+
+def _is_version(text: str) -> bool:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
 
 
 def _installed() -> tuple[tuple[str, str], ...]:

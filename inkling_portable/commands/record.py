@@ -33,9 +33,18 @@ def main(argv: list[str]) -> int:
     except SelectionError as error:
         print(f"inkling-portable record: {error}", file=sys.stderr)
         return 2
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(tensors, options.out, {"inkling_portable": json.dumps(metadata)})
+    try:
+        save_file(tensors, options.out, {"inkling_portable": json.dumps(metadata)})
+    except (OSError, SafetensorError) as error:
+        print(
+            f"inkling-portable record: {options.out} cannot be written ({error}); "
+            "name a file in a folder that exists and has room",
+            file=sys.stderr,
+        )
+        return 2
     print(f"{options.out}: {len(metadata['entries'])} recordings of {metadata['target']}")
     return 0
 

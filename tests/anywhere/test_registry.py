@@ -83,6 +83,7 @@ def test_target_numbers() -> None:
         "cuda:sm90/many",
         "cuda:sm90+tritn=3.6",
         "cpu+p2p=1",
+        "h200+triton=new",
     ],
 )
 def test_unreadable_targets_are_sentences(text: str) -> None:
