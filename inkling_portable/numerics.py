@@ -56,13 +56,14 @@ class Tolerance:
             snr = float(10 * torch.log10((t**2).sum().clamp_min(1e-300) / noise))
             return f"SNR {snr:.1f} dB is below {self.amount} dB" if snr < self.amount else None
         step = torch.finfo(got.dtype).eps * scale
-        # Sums are float32. Where storage is no narrower than that, the intermediate roundings of
-        # a norm or a gain show too, and the baseline may be lucky in all of them.
-        steps = 1 if got.dtype.itemsize < 4 else 4
+        # Sums are float32. Where storage is no narrower than that, the baseline's error is a few
+        # roundings, lucky ones perhaps, and another order of summation multiplies it.
+        narrow = got.dtype.itemsize < 4
+        factor, steps = (self.amount, 1) if narrow else (max(5, self.amount), 4)
         if self.kind == "ulps":
             allowed = self.amount * step
         else:
-            allowed = self.amount * (b - t).abs().amax(dim=-1) + steps * step
+            allowed = factor * (b - t).abs().amax(dim=-1) + steps * step
         excess = error - allowed
         worst = int(excess.argmax())
         if float(excess[worst]) > 0:

@@ -24,7 +24,11 @@ def _gate_inputs(draw: Draw) -> dict[str, Any]:
             "weight": draw.tensor((draw.choice((10, 258, 34)), width), dtype, "small")}  # fmt: skip
 
 
-@op(inputs=_gate_inputs, tolerance=within_twice_baseline())
+# Tensor cores add sixteen products at a time and cut what falls off: 384 cuts for 6144 products.
+LOGITS = ulps(384, "up to 384 partial sums, each cut by at most one ulp in a tensor core")
+
+
+@op(inputs=_gate_inputs, tolerance=LOGITS)
 def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Router logits kept in fp32 (spec 2.4): x [T, H], weight [E + S, H] -> [T, E + S] float32."""
     return acc(x) @ acc(weight).T
