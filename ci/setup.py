@@ -242,6 +242,13 @@ def main() -> int:
     except SetupError as error:
         print(f"set-up: {error}", file=sys.stderr)
         return 1
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(
+            f"set-up: stopped by {error}; see that python3 has its venv module (python3-venv on "
+            "Debian) and that the disk has 5 GB free, then run it again",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

@@ -264,8 +264,10 @@ class Decision:
     offer: Offer = field(repr=False, compare=False)
 
 
-def parse_overrides(additional_config: Mapping[str, Any] | None, env: str | None) -> dict[str, str]:
-    """The user's requests: `--additional-config`'s "inkling_portable", then INKLING_PORTABLE.
+def parse_overrides(
+    additional_config: Mapping[str, Any] | None, env: str | None, source: str = "INKLING_PORTABLE"
+) -> dict[str, str]:
+    """The user's requests: `--additional-config`'s "inkling_portable", then the variable `source`.
 
     The variable is `off`, `on`, `reference` or a comma list of op=provider, `*` for every op. The
     first place that speaks wins as a whole. Raises SelectionError for anything unreadable.
@@ -290,11 +292,13 @@ def parse_overrides(additional_config: Mapping[str, Any] | None, env: str | None
         name, equals, provider = (s.strip() for s in part.partition("="))
         if not equals or not name or not provider:
             raise SelectionError(
-                f"INKLING_PORTABLE={text!r} is not understood at {part!r}; write off, reference, "
+                f"{source}={text!r} is not understood at {part!r}; write off, reference, "
                 "or op=provider[,op=provider], with * for every op"
             )
+        if name in pairs:
+            raise SelectionError(f"{source}={text!r} asks for {name} twice; name a provider once")
         pairs[name] = provider
-    return _checked_requests(pairs, "INKLING_PORTABLE")
+    return _checked_requests(pairs, source)
 
 
 # Keys of the "inkling_portable" object that are settings and not ops.

@@ -55,11 +55,17 @@ def parser() -> argparse.ArgumentParser:
 def facts_of(options: argparse.Namespace) -> Facts:
     """The facts that the options describe; SelectionError if the split is impossible."""
     base = MODELS[options.model]
-    if options.tp < 1 or base.heads % options.tp:
-        raise SelectionError(
-            f"--tp {options.tp} does not divide the {base.heads} query heads of the "
-            f"{options.model} model; use a divisor"
-        )
+    for count, what in (
+        (base.heads, "query heads"),
+        (base.local_heads, "query heads of local layers"),
+        (base.kv_heads, "KV heads"),
+        (base.local_kv_heads, "KV heads of local layers"),
+    ):
+        if options.tp < 1 or count % options.tp:
+            raise SelectionError(
+                f"--tp {options.tp} does not divide the {count} {what} of the "
+                f"{options.model} model; use a divisor"
+            )
     return replace(
         base,
         weights=options.weights,
@@ -92,7 +98,11 @@ def main(argv: list[str]) -> int:
         target = Target.parse(options.target) if options.target else Target.detect()
         facts = facts_of(options)
         text = options.ask if options.ask is not None else os.environ.get("INKLING_PORTABLE")
-        requests = parse_overrides(None, text)
+        if (text or "").strip() == "off":
+            print("INKLING_PORTABLE=off: vLLM's own model serves, and nothing here is chosen")
+            return 0
+        source = "INKLING_PORTABLE" if options.ask is None else "--ask"
+        requests = parse_overrides(None, text, source)
         decisions = choose(target, facts, tuple(sorted(requests.items())))
     except (TargetError, SelectionError) as error:
         print(f"inkling-portable explain: {error}", file=sys.stderr)

@@ -22,8 +22,14 @@ def parser(name: str, summary: str | None) -> argparse.ArgumentParser:
     p.add_argument("ops", nargs="*", metavar="op", help="ops to run; all if none is named")
     p.add_argument("--provider", help="only this provider")
     p.add_argument("--seed", type=int, default=0, help="first seed")
-    p.add_argument("--examples", type=int, default=25, help="seeds for each op")
+    p.add_argument("--examples", type=_at_least_one, default=25, help="seeds for each op")
     return p
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs to be 1 or more; found {text}")
+    return int(text)
 
 
 def device_of(target: Target) -> str:
@@ -49,7 +55,11 @@ def runnable(target: Target, ops: Sequence[str], provider: str | None) -> Iterat
             elif provider:
                 raise SelectionError(f"{name}={provider} cannot run on {target.key}: {reason}")
     if not found:
-        raise SelectionError(f"no op asked for is offered by {provider!r} on {target.key}")
+        rows = [row for name in ops or op_names() for row in ordered_rows(name, target)]
+        known = ", ".join(sorted({row.provider for row in rows} - {"engine"}))
+        raise SelectionError(
+            f"no op asked for is offered by {provider!r} on {target.key}; providers are {known}"
+        )
 
 
 def main(argv: list[str]) -> int:

@@ -260,7 +260,7 @@ def shard_of(module: nn.Module, settings: Settings) -> checkpoint.Shard:
 
 
 def _announce(model: InklingForCausalLM) -> None:
-    """Say once who serves, and which ops of an accelerator ended on the reference."""
+    """Say once who serves, who computes each op, and which ops ended on the slow reference."""
     if model.settings.rank or not model.model.first:
         return
     ops = model.settings.ops()
@@ -268,5 +268,10 @@ def _announce(model: InklingForCausalLM) -> None:
         "inkling_portable %s serves Inkling (%s) on %s", __version__, type(model).__name__,
         ops.target.key,
     )  # fmt: skip
+    by_provider: dict[str, list[str]] = {}
+    for name, providers in model.settings.chosen().items():
+        by_provider.setdefault(", then ".join(providers), []).append(name)
+    for provider, names in by_provider.items():
+        logger.info("inkling_portable: %s computes %s", provider, ", ".join(names))
     for sentence in reference_warnings(ops.target, ops.decisions):
         logger.warning("%s", sentence)

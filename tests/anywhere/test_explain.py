@@ -52,6 +52,9 @@ def test_strict_fails_on_a_slow_accelerator(capsys: pytest.CaptureFixture[str]) 
         (["--target", "h300"], "is not understood"),
         (["--target", "cpu", "--tp", "5"], "does not divide the 64 query heads"),
         (["--target", "cpu", "--tp", "0"], "does not divide"),
+        (["--target", "cpu", "--tp", "16"], "does not divide the 8 KV heads"),
+        (["--target", "cpu", "--ask", "route"], "--ask='route' is not understood"),
+        (["--target", "cpu", "--ask", "route=triton,route=reference"], "asks for route twice"),
         (["--target", "cpu", "--ask", "route=fast"], "route is offered by"),
         (
             ["--target", "mi300x", "--weights", "mxfp4", "--moe-backend", "aiter"],
@@ -72,3 +75,11 @@ def test_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no command 'explian'" in capsys.readouterr().err
     assert main([]) == 0
     assert "explain" in capsys.readouterr().out
+
+
+def test_off_says_that_nothing_is_chosen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INKLING_PORTABLE", "off")
+    assert main(["explain", "--target", "cpu"]) == 0
+    assert "vLLM's own model serves" in capsys.readouterr().out

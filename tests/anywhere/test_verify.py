@@ -111,6 +111,13 @@ def test_bad_requests_are_sentences(
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("count", ["0", "-3", "some"])
+def test_nothing_run_is_no_agreement(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", "route", "--examples", count])
+    assert "needs to be 1 or more" in capsys.readouterr().err
+
+
 def test_compare_refuses_files_that_are_no_recordings(tmp_path: Path) -> None:
     path = tmp_path / "plain"
     save_file({"x": torch.zeros(1)}, path)
