@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from inkling_portable.model.engine import (
     get_tensor_model_parallel_world_size,
     tp_group_name,
 )
+from inkling_portable.model.weight_format import weight_format
 from inkling_portable.registry import (
     MODELS,
     SETTINGS,
@@ -78,8 +78,9 @@ class Settings:
 def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
     """Read everything that the layers need to know from the engine's config.
 
-    Raises ConfigError for a width that does not split over the ranks or for more drafts than MTP
-    depths, and SelectionError for a request that cannot be obeyed.
+    Raises ConfigError for a width that does not split over the ranks, for more drafts than MTP
+    depths or for a number format that is not known, and SelectionError for a request that cannot
+    be obeyed.
     """
     tp = get_tensor_model_parallel_world_size()
     config.text.check_tensor_parallel(tp)
@@ -147,7 +148,7 @@ def _facts(vllm_config: VllmConfig, text: TextConfig, tp: int) -> Facts:
     facts = Facts(
         model="custom",
         dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
-        weights=_weight_format(vllm_config),
+        weights=weight_format(vllm_config.quant_config),
         hidden=text.hidden_size,
         heads=text.global_heads,
         kv_heads=text.global_kv_heads,
@@ -176,16 +177,3 @@ def _facts(vllm_config: VllmConfig, text: TextConfig, tp: int) -> Facts:
         if all(getattr(facts, field) == getattr(known, field) for field in same):
             return replace(facts, model=name)
     return facts
-
-
-def _weight_format(vllm_config: VllmConfig) -> str:
-    """Name in Facts of the routed experts' number format."""
-    quant: Any = vllm_config.quant_config
-    if quant is None:
-        return "bf16"
-    name = str(quant.get_name()).lower()
-    if "fp8" in name:
-        return "fp8"
-    if "quark" in name or "mxfp4" in name:
-        return "mxfp4"
-    return "nvfp4"
