@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,14 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
-    named = set(json.loads(index.read_text())["weight_map"].values())
+    try:
+        listed = json.loads(index.read_text())["weight_map"]
+        named = {str(name) for name in listed.values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"file {INDEX} is damaged: it should be a JSON object whose weight_map gives the file "
+            "of every tensor; download it again"
+        ) from error
     for name in sorted(named):
         if not (folder / name).is_file():
             raise CheckpointError(
@@ -83,9 +91,19 @@ def _read_header(path: Path) -> dict[str, Shape]:
             raise CheckpointError(
                 f"file {path.name} has an unreadable header ({error}); download it again"
             ) from error
+    if not isinstance(header, dict):
+        raise CheckpointError(
+            f"file {path.name} has a damaged header, a {type(header).__name__} where an object is "
+            "needed; download it again"
+        )
     header.pop("__metadata__", None)
     body = size - 8 - length
     for name, entry in header.items():
+        if not _is_entry(entry):
+            raise CheckpointError(
+                f"file {path.name} has a damaged header: tensor {name} needs a dtype, a shape and "
+                "two data_offsets; download it again"
+            )
         if entry["data_offsets"][1] > body:
             raise CheckpointError(
                 f"file {path.name} is cut off inside tensor {name}: its data needs "
@@ -93,6 +111,18 @@ def _read_header(path: Path) -> dict[str, Shape]:
                 "download it again"
             )
     return {name: tuple(entry["shape"]) for name, entry in header.items()}
+
+
+def _is_entry(entry: object) -> bool:
+    """Whether a header says of a tensor all that reading it takes."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    return _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2
+
+
+def _are_counts(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
 
 
 def load(
