@@ -238,7 +238,10 @@ class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA
             self.tower_shapes(),
         )  # fmt: skip
         checkpoint.check(wanted, files.shapes, files.file_of)
-        return loading.load(self, weights, wanted, files, self.settings.allow_nonfinite)
+        settings = self.settings
+        return loading.load(
+            self, weights, wanted, files, settings.allow_nonfinite, ranks=settings.ranks
+        )
 
 
 def shard_of(module: nn.Module, settings: Settings) -> checkpoint.Shard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
@@ -18,6 +18,23 @@ from inkling_portable.model.checkpoint import CheckpointError, Shape, Stored
 logger = logging.getLogger("vllm.inkling_portable")
 
 INDEX = "model.safetensors.index.json"
+
+WIDENED = 1 << 22
+"""Values of an 8-bit tensor that are looked at together."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that load together: which one this is, and how each learns of all lists."""
+
+    rank: int
+    gather: Callable[[list[str]], Sequence[list[str]]]
+
+
+ALONE = Ranks(0, lambda own: [own])
+
+_warned: set[Path | None] = set()
+"""Checkpoints whose target has had its warning; the draft looks here."""
 
 
 @dataclass
@@ -128,11 +145,14 @@ def _are_counts(values: object) -> TypeGuard[list[int]]:
 def load(
     module: nn.Module, weights: Iterable[tuple[str, Tensor]], plan: Mapping[str, Stored],
     files: Files, allow_nonfinite: bool, skip: frozenset[str] = frozenset(),
+    draft: bool = False, ranks: Ranks = ALONE,
 ) -> set[str]:  # fmt: skip
     """Copy every tensor of a plan into the parameters of `module`.
 
     Tensors of the plan that `weights` does not bring (MTP files outside the index) are read from
     `files`. Parameters in `skip` are filled by somebody else.
+    Where NaN and infinite values are allowed, one warning speaks for all of `ranks`, which must
+    load together, and for the draft (`draft`) that is loaded after the target.
 
     Returns the names of the filled parameters. Raises CheckpointError, naming the tensor and its
     file, for one that is missing or has NaN or infinite values, and for a parameter left unfilled.
@@ -185,12 +205,23 @@ def load(
             "complete the checkpoint"
         )
     _check_filled(params, filled)
-    if infected:
-        logger.warning(
-            "%d weight slices have NaN or infinite values, which additional_config allows; the "
-            "first is %s", len(infected), infected[0],
-        )  # fmt: skip
+    if allow_nonfinite:
+        _warn_nonfinite(infected, files.folder, draft, ranks)
     return set(params)
+
+
+def _warn_nonfinite(own: list[str], folder: Path | None, draft: bool, ranks: Ranks) -> None:
+    """Warn of tensors with NaN or infinite values, also of those that only other ranks loaded."""
+    found = list(dict.fromkeys(name for names in ranks.gather(own) for name in names))
+    if not draft:
+        _warned.discard(folder)
+    if not found or ranks.rank or folder in _warned:
+        return
+    _warned.add(folder)
+    logger.warning(
+        "NaN or infinite values, which additional_config allows, are in %d of the tensors loaded; "
+        "the first is %s", len(found), found[0],
+    )  # fmt: skip
 
 
 def padded_parameters(params: Mapping[str, Tensor]) -> list[str]:
@@ -228,8 +259,14 @@ def _unstreamed(
 
 def _finite(values: Tensor) -> bool:
     """Whether all values are finite, without a mask as large as the tensor."""
-    if not values.numel() or values.dtype not in (torch.float32, torch.bfloat16, torch.float16,
-                                                  torch.float64):  # fmt: skip
+    if not values.numel() or not values.dtype.is_floating_point:
         return True
+    if values.dtype.itemsize > 1:
+        return _all_finite(values)
+    # Bytes have no comparisons; they are widened a part at a time, to need little memory.
+    return all(_all_finite(part.float()) for part in values.reshape(-1).split(WIDENED))
+
+
+def _all_finite(values: Tensor) -> bool:
     low, high = torch.aminmax(values)
     return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -171,5 +171,6 @@ class InklingMTP(nn.Module, SupportsMultiModalEmbeddings):
         )
         depths = config.require_mtp().num_depths
         checkpoint.check(wanted, files.shapes, files.file_of, draft_depths=depths)
-        allow = self.settings.allow_nonfinite
-        return loading.load(self, weights, wanted, files, allow, SHARED) | SHARED
+        allow, ranks = self.settings.allow_nonfinite, self.settings.ranks
+        filled = loading.load(self, weights, wanted, files, allow, SHARED, draft=True, ranks=ranks)
+        return filled | SHARED

@@ -24,6 +24,7 @@ from inkling_portable.model.engine import (
     get_tensor_model_parallel_world_size,
     tp_group_name,
 )
+from inkling_portable.model.loading import ALONE, Ranks
 from inkling_portable.model.weight_format import weight_format
 from inkling_portable.registry import (
     MODELS,
@@ -53,6 +54,11 @@ class Settings:
     @property
     def text(self) -> TextConfig:
         return self.config.text
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that load a checkpoint together."""
+        return Ranks(self.rank, gather_from_ranks) if self.tp > 1 else ALONE
 
     @cached_property
     def target(self) -> Target:
