@@ -124,9 +124,23 @@ class Engine:
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         return self.llm.generate(inputs, params, use_tqdm=False)
 
+    def computed(self, prompts: list[list[int]], **sampling: Any) -> list[Any]:
+        """As `generate`, with every row of every prompt computed and none taken from a prefix.
+
+        Prompts of one batch that begin alike would share pages within a step, so each has a salt.
+        """
+        from vllm import SamplingParams
+
+        self.forget_prefixes()
+        params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})
+        inputs = [{"prompt_token_ids": ids, "cache_salt": str(i)} for i, ids in enumerate(prompts)]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        assert [out.num_cached_tokens for out in outputs] == [0] * len(prompts)
+        return outputs
+
     def prompt_logprobs(self, prompts: list[list[int]]) -> list[Tensor]:
         """Per prompt, log-probabilities [len - 1, vocabulary] of every next token inside it."""
-        outputs = self.generate(prompts, max_tokens=1, prompt_logprobs=-1)
+        outputs = self.computed(prompts, max_tokens=1, prompt_logprobs=-1)
         return [dense(out.prompt_logprobs[1:]) for out in outputs]
 
     def next_logprobs(self, prompts: list[list[int]]) -> list[Tensor]:

@@ -31,11 +31,18 @@ def cut(request: pytest.FixtureRequest, engines: Callable[..., Engine]) -> Engin
     return engines(**CUTS[request.param])
 
 
-def assert_same_next(engine: Engine, answer: Answer, prompts: list[list[int]]) -> None:
-    """Every prompt is a beginning of the one that `answer` is about."""
-    for ids, found in zip(prompts, engine.next_logprobs(prompts), strict=True):
+def assert_computed(
+    engine: Engine, answer: Answer, oracle: Oracle, prompts: list[list[int]], count: int
+) -> None:
+    """Check the next token and `count` greedy ones; `answer` is of what all prompts begin."""
+    outputs = engine.computed(prompts, max_tokens=count, logprobs=-1)
+    for ids, out in zip(prompts, outputs, strict=True):
         n = len(ids)
-        answer.check(found[None], slice(n - 1, n), f"next token after {n} tokens")
+        found = dense(out.outputs[0].logprobs)[:1]
+        answer.check(found, slice(n - 1, n), f"next token after {n} tokens")
+        tokens = list(out.outputs[0].token_ids)
+        assert len(tokens) == count
+        oracle.assert_greedy(ids, tokens)
 
 
 def test_prompt_logprobs(cut: Engine, oracle: Oracle) -> None:
@@ -48,19 +55,13 @@ def test_prompt_logprobs(cut: Engine, oracle: Oracle) -> None:
 def test_next_token_and_greedy(cut: Engine, oracle: Oracle) -> None:
     answer = oracle.answer(prompt(LENGTHS[-1]))
     for length in LENGTHS:
-        ids = prompt(length)
-        assert_same_next(cut, answer, [ids])
-        oracle.assert_greedy(ids, cut.greedy([ids], 6)[0])
+        assert_computed(cut, answer, oracle, [prompt(length)], 6)
 
 
 def test_sixteen_requests_at_once(engines: Callable[..., Engine], oracle: Oracle) -> None:
-    engine = engines(block_size=16)
-    engine.forget_prefixes()
     prompts = [prompt(length, seed=1) for length in (*LENGTHS, 7, 40, 64, 200)]
     assert len(prompts) == 16
-    assert_same_next(engine, oracle.answer(prompts[-1]), prompts)
-    for ids, tokens in zip(prompts, engine.greedy(prompts, 8), strict=True):
-        oracle.assert_greedy(ids, tokens)
+    assert_computed(engines(block_size=16), oracle.answer(prompts[-1]), oracle, prompts, 8)
 
 
 def test_preemption(engines: Callable[..., Engine], oracle: Oracle) -> None:
@@ -75,15 +76,31 @@ def test_preemption(engines: Callable[..., Engine], oracle: Oracle) -> None:
         oracle.assert_greedy(ids, tokens)
 
 
-@pytest.mark.parametrize("extra", [CONV_BLOCK, CONV_BLOCK - 1, 1])
-def test_prefix_hit(engines: Callable[..., Engine], oracle: Oracle, extra: int) -> None:
-    # Pages of 16 hit in multiples of 32; the new tokens end at a conv block's edge or inside one.
-    engine = engines(block_size=16)
+# Options, and the rows of a conv block, which vLLM enlarges with the page.
+HITS = {
+    "one shot": ({"block_size": 16}, CONV_BLOCK),
+    "chunks of 3": (CUTS["page 32, chunks of 3"], 2 * CONV_BLOCK),
+}
+
+
+@pytest.mark.parametrize("extra", [1, 2, 3, CONV_BLOCK])
+@pytest.mark.parametrize("way", HITS)
+def test_prefix_hit(engines: Callable[..., Engine], oracle: Oracle, way: str, extra: int) -> None:
+    """New tokens behind a hit read convolution states that another request wrote.
+
+    A hit of vLLM's is a multiple of every group's block, so it can only end at a conv block's edge.
+    Inside a block, new tokens start with the next chunk or with decoding: chunks of 3 start at each
+    offset of a block of 8, and the prompts' ends let decoding start at each offset of one of 4.
+    """
+    options, block = HITS[way]
+    engine = engines(**options)
+    bound = engine.on_model(lambda m: {layer.conv_state.block for layer in m.model.layers})
+    assert bound == {block}
     engine.forget_prefixes()
-    ids = prompt(96 + extra, seed=2)
-    engine.greedy([ids[:96]], 1)
+    ids = prompt(150 + extra, seed=2)
+    engine.greedy([ids[:150]], 1)
     (out,) = engine.generate([ids], max_tokens=6, logprobs=-1)
-    assert out.num_cached_tokens >= 64
+    assert out.num_cached_tokens == 128  # whole units of 32 and of 64
     found = dense(out.outputs[0].logprobs)[:1]
     oracle.answer(ids).check(found, slice(-1, None), f"{extra} tokens after the shared ones")
     oracle.assert_greedy(ids, list(out.outputs[0].token_ids))
@@ -96,7 +113,7 @@ def test_prefix_shared_within_a_step(engines: Callable[..., Engine], oracle: Ora
     prompts = [prompt(length, seed=5) for length in (96, 97, 130)]
     outputs = engine.generate(prompts, max_tokens=1, logprobs=-1)
     assert outputs[0].num_cached_tokens == 0
-    assert all(out.num_cached_tokens >= 64 for out in outputs[1:])
+    assert [out.num_cached_tokens for out in outputs[1:]] == [64, 96]
     answer = oracle.answer(prompts[-1])
     for ids, out in zip(prompts, outputs, strict=True):
         n = len(ids)
@@ -107,10 +124,11 @@ def test_same_request_twice(engines: Callable[..., Engine], oracle: Oracle) -> N
     engine = engines(block_size=16)
     engine.forget_prefixes()
     ids = prompt(3 * EXTENT + 7, seed=4)
-    first, second = engine.next_logprobs([ids]), engine.next_logprobs([ids])
-    answer = oracle.answer(ids)
-    for found in (*first, *second):
-        answer.check(found[None], slice(-1, None), "the same request twice")
+    for cached in (0, 96):
+        (out,) = engine.generate([ids], max_tokens=1, logprobs=-1)
+        assert out.num_cached_tokens == cached
+        found = dense(out.outputs[0].logprobs)
+        oracle.answer(ids).check(found, slice(-1, None), f"{cached} tokens from the cache")
 
 
 def test_memory_of_a_long_prompt(engines: Callable[..., Engine]) -> None:
