@@ -1,4 +1,4 @@
-"""Other forms of the same checkpoint: Hugging Face names and dialect, and bfloat16."""
+"""Other forms of a checkpoint: Hugging Face names and dialect, bfloat16, shards, other ratios."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from inkling_portable.commands.tiny import write_tiny
 from tests import hf_oracle
-from tests.vllm_cpu.conftest import Engine, Oracle, prompt
+from tests.vllm_cpu.conftest import LARGEST_BOUND, Engine, Oracle, prompt
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +55,24 @@ def test_bfloat16(tmp_path: Path) -> None:
     )
     own = (eager - truth).abs().mean()
     assert (found.double() - truth).abs().mean() <= 2 * own
+
+
+def test_shards(tmp_path: Path, oracle: Oracle) -> None:
+    # The same weights as the shared checkpoint, which is one file.
+    write_tiny(tmp_path, preset="text", dtype="float32", shard_mb=0.3)
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) >= 4
+    ids = prompt(103)
+    (found,) = Engine(tmp_path).prompt_logprobs([ids])
+    oracle.answer(ids).check(found, slice(0, -1), "shards")
+
+
+def test_ratios_of_the_large_model(tmp_path: Path) -> None:
+    # Five local layers with twice the KV heads of the global one, two dense, six experts of 16.
+    write_tiny(tmp_path, preset="large-like", dtype="float32", layers=6, towers=False, mtp_depths=0)
+    ids = prompt(103)
+    (found,) = Engine(tmp_path).prompt_logprobs([ids])
+    answer = Oracle(tmp_path).answer(ids)
+    # At this width, float32 costs transformers itself somewhat more than the bound of all others.
+    own = (answer.single.double() - answer.double)[:-1].abs().max().item()
+    error = (found.double() - answer.double[:-1]).abs().max().item()
+    assert error <= min(2 * own, 3 * LARGEST_BOUND), f"{error:.2e} from float64, eager {own:.2e}"
