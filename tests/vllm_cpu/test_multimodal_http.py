@@ -1,9 +1,15 @@
-"""Images and audio over HTTP: data URLs, files and recordings in, sentences for what is not."""
+"""The server as clients meet it: images and audio in many forms, streams, starts that fail.
+
+Everything that the server has to refuse is a sentence, and it goes on answering.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
+import shutil
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +19,9 @@ import openai
 import pytest
 import soundfile
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
-from inkling_portable.commands._server import Server, memory_arguments
+from inkling_portable.commands._server import Server, ServerError, memory_arguments
 from inkling_portable.commands.tiny import write_tiny
 from inkling_portable.model.preprocess import AudioSettings, ImageSettings
 from tests.media import picture, tone
@@ -40,6 +47,20 @@ class Service:
         )
         assert answer.usage is not None
         return answer.usage.prompt_tokens
+
+    def metric(self, name: str) -> float:
+        """A metric of the server, summed over its labels."""
+        with urllib.request.urlopen(f"{self.server.url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        values = [float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{")]
+        assert values, name
+        return sum(values)
+
+    def wait_for_metric(self, name: str, value: float, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while self.metric(name) != value:
+            assert time.monotonic() < end, f"{name} is {self.metric(name)} and not {value}"
+            time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +181,42 @@ def test_bad_media_is_the_clients_error(
     assert 400 <= error.value.status_code < 500, error.value.message
     assert sentence is None or sentence in error.value.message
     assert service.prompt_tokens(image(png())) > IMAGE_TOKENS
+
+
+def test_a_stream_that_the_client_closes_stops_its_request(service: Service) -> None:
+    running, generated = "vllm:num_requests_running", "vllm:generation_tokens_total"
+    before, asked = service.metric(generated), 1900
+    stream = service.client.completions.create(
+        model=service.server.name, prompt=[1, 2, 3], max_tokens=asked, temperature=0.0, stream=True,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    for _ in range(4):
+        next(stream)
+    service.wait_for_metric(running, 1, 20)
+    stream.close()
+    service.wait_for_metric(running, 0, 20)
+    assert 4 <= service.metric(generated) - before < asked
+    assert service.prompt_tokens(text("still here")) > 0
+
+
+def test_too_long_a_prompt_is_the_clients_error(service: Service) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        service.prompt_tokens(text("word " * 700))
+    assert "maximum context length is 2048 tokens" in error.value.message
+    assert service.prompt_tokens(text("still here")) > 0
+
+
+def test_a_start_that_fails_names_tensor_and_file(checkpoint: Path, tmp_path: Path) -> None:
+    folder, file = tmp_path / "spoilt", "model.safetensors"
+    shutil.copytree(checkpoint, folder)
+    tensors = load_file(folder / file)
+    name = "model.llm.layers.2.attn.k_norm.weight"
+    del tensors[name]
+    save_file(tensors, folder / file)
+    env = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    arguments = [*memory_arguments("64M"), "--max-model-len", "256", "--block-size", "16"]
+    with Server(folder, arguments, tmp_path / "server.log", env) as server:
+        with pytest.raises(ServerError, match=r"the server ended with status [1-9]"):
+            server.wait_until_ready(300, lambda seconds: None)
+        log = server.log_file.read_text()
+    assert f"tensor {name} is missing from the checkpoint (its neighbours are in {file})" in log
