@@ -29,7 +29,7 @@ def render() -> str:
             ["result"] * returned if returned < 2 else [f"result {i}" for i in range(returned)]
         )
         outputs += [f"`{argument}`" for argument in op.mutates]
-        kinds = op.tolerances * (len(outputs) if len(op.tolerances) == 1 else 1)
+        kinds = op.tolerances_of(len(outputs))
         file = code[name].split(":")[0].rpartition(".")[2] + ".py"
         for output, kind in zip(outputs, kinds, strict=True):
             amount = "" if kind.kind == "exact" else f" {kind.amount:g}"

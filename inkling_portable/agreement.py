@@ -65,7 +65,7 @@ def disagreements(
     got = run(function, contract, arguments, device=device)
     if len(got) != len(truth):
         return [f"{contract.name}: {len(got)} outputs where the contract has {len(truth)}"]
-    tolerances = contract.tolerances * (len(got) if len(contract.tolerances) == 1 else 1)
+    tolerances = contract.tolerances_of(len(got))
     names = output_names(contract, len(got))
     reports = []
     for name, tolerance, g, b, t in zip(names, tolerances, got, baseline, truth, strict=True):

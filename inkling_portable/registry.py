@@ -83,8 +83,12 @@ class Op:
     name: str
     reference: Callable[..., Any]
     inputs: Callable[[Draw], dict[str, Any]]
-    tolerances: tuple[Tolerance, ...]  # one per output, in the order of `outputs`
+    tolerances: tuple[Tolerance, ...]  # one for all outputs, or one each in their order
     mutates: tuple[str, ...]
+
+    def tolerances_of(self, outputs: int) -> tuple[Tolerance, ...]:
+        """One tolerance for each of `outputs`; a single declared one serves all."""
+        return self.tolerances * (outputs if len(self.tolerances) == 1 else 1)
 
     @property
     def signature(self) -> inspect.Signature:
