@@ -77,7 +77,7 @@ class Transcript:
 
     def add(self, message: dict[str, Any]) -> None:
         """Append one OpenAI message; an assistant's turn includes its opener and its end."""
-        role, content = message["role"], message.get("content")
+        role, content = message["role"], message.get("content") or ""
         if role == "assistant":
             self.answer(message)
             return

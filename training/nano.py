@@ -128,6 +128,7 @@ def write(folder: Path, weights: dict[str, Tensor]) -> None:
     for file, is_draft in (("model.safetensors", False), ("mtp.safetensors", True)):
         part = {n: x for n, x in stored.items() if n.startswith("model.mtp.") == is_draft}
         save_file(part, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     pad = tokenizer.special_ids()["<|endoftext|>"]
     generation = {"eos_token_id": raw["eos_token_id"], "pad_token_id": pad}
@@ -139,7 +140,7 @@ def read(folder: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint that `write` made, in float32."""
     from safetensors.torch import load_file
 
-    found = {}
+    found: dict[str, Tensor] = {}
     for file in ("model.safetensors", "mtp.safetensors"):
         found |= load_file(folder / file)
     return {name: x.float() for name, x in found.items()}

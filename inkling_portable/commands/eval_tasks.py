@@ -391,12 +391,84 @@ THRESHOLDS = {name: 0.98 if name.startswith("retrieve") else 0.95 for name in TA
 """The share of right answers that portable-nano is held to."""
 
 
+TOOL_TASKS = ("tool call", "tool result", "no call needed", "no such tool")
+
+
 def case(task: str, index: int, seed: int = 0) -> Case:
     """Question number `index` of a task, the same each time."""
     rng = random.Random(f"{seed}:{task}:{index}")
     made = TASKS[task](rng)
-    with_tools = task in ("tool call", "tool result", "no call needed", "no such tool")
+    with_tools = task in TOOL_TASKS
     names = declared(rng, [made]) if with_tools else []
     if with_tools and not names:
         names = [next(name for name in TOOLS if name not in made.absent)]
     return Case(task, made.messages, [TOOLS[name] for name in names])
+
+
+def needle(rng: random.Random, sentences: int, depth: float) -> Case:
+    """A secret in a document of so many sentences, `depth` (0 to 1) of them before it."""
+    one = secret(rng, "eval")
+    parts = [filler(rng) for _ in range(sentences)]
+    parts.insert(round(depth * sentences), planted(one))
+    messages = [user(f"{' '.join(parts)} {question(one)}"), assistant(planted(one))]
+    return Case("needle", messages, [])
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def is_right(case: Case, answer: Message) -> bool:
+    """Whether an assistant message, as the OpenAI API returns it, answers a case.
+
+    What the right answer states has to be there; other words around it do no harm, and a model
+    that was not trained on these tasks phrases things its own way. A call has to be the right one
+    and alone; where none is right, there must be none.
+    """
+    wanted = case.wanted
+    content = answer.get("content") or ""
+    calls = [_call(call) for call in answer.get("tool_calls") or ()]
+    if calls != [_call(call) for call in wanted.get("tool_calls") or ()]:
+        return False
+    if wanted.get("tool_calls"):
+        return True
+    if wanted.get("reasoning") and not (answer.get("reasoning") or "").strip():
+        return False
+    return all(_states(content, fact) for fact in _facts(case))
+
+
+def _call(call: Message) -> tuple[str, Any]:
+    """Name and arguments of a call; arguments that are not JSON equal nothing that is right."""
+    function = call["function"]
+    try:
+        return function["name"], json.loads(function["arguments"])
+    except (TypeError, ValueError):
+        return function["name"], function["arguments"]
+
+
+def _facts(case: Case) -> list[str]:
+    """What has to stand in the answer."""
+    text = case.wanted["content"].rstrip(".")
+    if text.startswith("the secret of"):
+        return [text.rsplit(" ", 1)[1]]
+    if text.startswith("copy: "):
+        return [text.removeprefix("copy: ")]
+    if "=" in text:
+        return [text.rsplit("=", 1)[1]]
+    if text.endswith("is left"):
+        return [text.split(" ", 1)[0]]
+    if case.task == "tool result":
+        said = case.messages[-2]["content"]
+        return re.findall(r"\d[\d:]*|[a-z]+", text) if said == "ok" else _values(said)
+    return [text]
+
+
+def _values(said: str) -> list[str]:
+    """The values in what a tool said, a JSON object or plain text."""
+    if not said.startswith("{"):
+        return [said]
+    return [str(value) for value in json.loads(said).values()]
+
+
+def _states(content: str, fact: str) -> bool:
+    """Whether `fact` stands in the content as whole words."""
+    return re.search(rf"(?<![\w:]){re.escape(fact)}(?![\w:])", content) is not None
