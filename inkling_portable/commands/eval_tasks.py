@@ -457,18 +457,18 @@ def _facts(case: Case) -> list[str]:
     if text.endswith("is left"):
         return [text.split(" ", 1)[0]]
     if case.task == "tool result":
-        said = case.messages[-2]["content"]
-        return re.findall(r"\d[\d:]*|[a-z]+", text) if said == "ok" else _values(said)
+        (call,) = case.messages[-3]["tool_calls"]
+        return [*_values(call["function"]["arguments"]), *_values(case.messages[-2]["content"])]
     return [text]
 
 
 def _values(said: str) -> list[str]:
-    """The values in what a tool said, a JSON object or plain text."""
+    """The values in a JSON object, or in the plain text that a tool said, where "ok" is none."""
     if not said.startswith("{"):
-        return [said]
+        return [] if said == "ok" else [said]
     return [str(value) for value in json.loads(said).values()]
 
 
 def _states(content: str, fact: str) -> bool:
     """Whether `fact` stands in the content as whole words."""
-    return re.search(rf"(?<![\w:]){re.escape(fact)}(?![\w:])", content) is not None
+    return re.search(rf"(?<![\w:]){re.escape(fact)}(?![\w:])", content, re.IGNORECASE) is not None
