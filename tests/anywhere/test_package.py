@@ -191,7 +191,7 @@ def test_dependencies_are_declared() -> None:
     """What the package imports is declared, or comes with vLLM, or is a provider's own library."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
-    with_vllm = {"vllm", "transformers", "huggingface_hub", "PIL", "openai", "psutil"}
+    with_vllm = {"vllm", "transformers", "huggingface_hub", "PIL", "openai", "psutil", "tqdm"}
     providers = {"aiter", "flash_attn", "flashinfer"}
     used = {
         module.split(".")[0]
