@@ -33,16 +33,16 @@ def test_line_budget() -> None:
     """Reading the whole must stay possible.
 
     12,000 lines for registry, kernels and model: the towers and the preprocessing of media became
-    ours after the first figure of 10,000 and are 1,500 of them. 4,000 for commands and chat, 3,100
-    for what is left: the conversion of checkpoints, 1,200 of them, came after a first figure of
-    2,500.
+    ours after the first figure of 10,000 and are 1,500 of them. 4,800 for commands and chat, of
+    which the questions of `eval` and their words are 800. 3,100 for what is left: the conversion of
+    checkpoints, 1,200 of them, came after a first figure of 2,500.
     """
     apart = sources(*APART)
     core = [*sources("backends", "model"), PACKAGE / "registry.py"]
     rest = [path for path in sources() if path not in apart and path not in core]
     assert len(core) > 30 and len(rest) > 5, "the budget was measured over the wrong folder"
     assert line_count(core) <= 12_000
-    assert line_count(apart) <= 4_000
+    assert line_count(apart) <= 4_800
     assert line_count(rest) <= 3_100
     assert {p.name: n for p in sources() if (n := line_count([p])) > 700} == {}
 
