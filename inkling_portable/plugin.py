@@ -45,6 +45,7 @@ def register() -> None:
         ModelRegistry.register_model(name, code)
     _register_configs()
     _register_drafting()
+    _register_chat()
     # vLLM refuses adapters for any architecture called Inkling unless this says that the in-tree
     # model's fused collective is off. Our collectives choose by themselves whether an adapter's
     # partial sums suit them, so LAMPORT_RS_SCONV, which that collective really reads, stays free.
@@ -76,6 +77,42 @@ def _register_configs() -> None:
         inkling_model=hf_configs.InklingTextConfig,
         inkling_text=hf_configs.InklingHfTextConfig,
     )
+
+
+class ServingDefaults:
+    """What vLLM asks for by architecture when a server starts."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Nothing: the model reads its config itself."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Apply grammars from the first token on, for ours hold the reasoning too.
+
+        vLLM's other way waits until the reasoning has ended, which for Inkling is when an answer
+        has been opened: too late to require a call or a format.
+        """
+        vllm_config.structured_outputs_config.enable_in_reasoning = True
+
+
+def _register_chat() -> None:
+    """Our renderer and parsers under the names that the in-tree ones have."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.tool_parsers import ToolParserManager
+
+    ours = "inkling_portable.chat.serving"
+    # What is already there would be found before ours, or be warned about.
+    RENDERER_REGISTRY.renderers.pop("inkling", None)
+    ReasoningParserManager.reasoning_parsers.pop("inkling", None)
+    ToolParserManager.tool_parsers.pop("inkling", None)
+    RENDERER_REGISTRY.register("inkling", ours, "PortableRenderer")
+    ReasoningParserManager.register_lazy_module("inkling", ours, "InklingReasoningParser")
+    ToolParserManager.register_lazy_module("inkling", ours, "InklingToolParser")
+    for name in ("InklingForCausalLM", "InklingForConditionalGeneration"):
+        MODELS_CONFIG_MAP.setdefault(name, ServingDefaults)
 
 
 def _register_drafting() -> None:

@@ -175,9 +175,7 @@ def near_tile(
     keys = tile * N + tl.arange(0, N)
     real = ((keys >= low) & (keys < high))[:, None]
     k = tl.load(cache_at(k_base, page, tile, k_page, k_row, PAGE, N), mask=real, other=0.0)
-    s = near_start(
-        rel, rel_rows, rel_step, position, span, tile * N, 1 / scale, N, EXTENT, WINDOW
-    )
+    s = near_start(rel, rel_rows, rel_step, position, span, tile * N, 1 / scale, N, EXTENT, WINDOW)
     s = product(q, tl.trans(k), s, PRECISION)
     v = tl.load(cache_at(v_base, page, tile, v_page, v_row, PAGE, N), mask=real, other=0.0)
     return fold(m, z, acc, s, scale, v, PRECISION)

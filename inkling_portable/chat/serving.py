@@ -1,0 +1,454 @@
+"""vLLM's chat interfaces over this package: renderer, reasoning parser and tool parser.
+
+The one file of `chat` that knows vLLM. Registered by name over the in-tree ones (`plugin.py`), so
+`--reasoning-parser inkling --tool-call-parser inkling` and the renderer that vLLM picks for the
+architecture are these.
+
+vLLM asks two objects, one for reasoning and then one for calls, about one output. Here both are
+faces of one machine: the tool parser joins the reasoning parser that was made right before it, as
+vLLM makes its pairs, and so nothing has to be handed over as text and parsed again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from vllm.reasoning.abs_reasoning_parsers import ReasoningParser
+from vllm.renderers.inkling import InklingRenderer
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.tool_parsers.abstract_tool_parser import ToolParser
+
+try:
+    from vllm.entrypoints.generate.base import protocol
+except ImportError:  # up to 0.31
+    from vllm.entrypoints.openai.engine import protocol
+
+from inkling_portable.chat import grammar, markers
+from inkling_portable.chat.blocks import (
+    BlockParser,
+    CallArguments,
+    CallBegins,
+    Content,
+    Event,
+    MarkerPattern,
+    Reasoning,
+    State,
+)
+from inkling_portable.chat.rendering import Encoder, render
+
+_patterns: weakref.WeakKeyDictionary[Any, MarkerPattern] = weakref.WeakKeyDictionary()
+_unpaired = threading.local()
+
+
+def _pattern(tokenizer: Any) -> MarkerPattern:
+    """The markers of a tokenizer: all its special tokens, for none of them may be shown."""
+    found = _patterns.get(tokenizer)
+    if found is None:
+        found = MarkerPattern(_special_tokens(tokenizer))
+        _patterns[tokenizer] = found
+    return found
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    vocabulary = tokenizer.get_vocab()
+    markers.special_ids(vocabulary)
+    return [token for token in vocabulary if token.startswith("<|") and token.endswith("|>")]
+
+
+class _Output:
+    """One output being parsed, shared by the two parsers of a request."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.pattern = _pattern(tokenizer)
+        self.machine = BlockParser(self.pattern)
+        self.waiting: list[Event] = []
+        """What the reasoning parser saw and the tool parser has yet to say."""
+        self.has_tool_parser = False
+        self.fed = False
+        self.finished = False
+        self.whole: tuple[str, list[Event]] | None = None
+        """A whole answer's text after its reasoning, and the events in it."""
+
+    def begin(self, state: State) -> None:
+        if not self.fed:
+            self.machine = BlockParser(self.pattern, state)
+
+    def feed(self, text: str) -> list[Event]:
+        self.fed = True
+        return self.machine.feed(text)
+
+    def finish(self) -> list[Event]:
+        if self.finished:
+            return []
+        self.finished = True
+        return self.machine.finish()
+
+
+def _message(events: Iterable[Event], calls_are_text: bool) -> Any:
+    """The DeltaMessage that says `events`, or None if there is nothing to say."""
+    reasoning, content = "", ""
+    calls: dict[int, Any] = {}
+    for event in events:
+        if isinstance(event, Reasoning):
+            reasoning += event.text
+        elif isinstance(event, Content):
+            content += event.text
+        elif calls_are_text:
+            content += event.raw
+        elif isinstance(event, CallBegins):
+            calls[event.index] = protocol.DeltaToolCall(
+                index=event.index,
+                id=_call_id(),
+                type="function",
+                function=protocol.DeltaFunctionCall(name=event.name, arguments=""),
+            )
+        elif event.text:
+            if event.index not in calls:
+                calls[event.index] = protocol.DeltaToolCall(
+                    index=event.index, function=protocol.DeltaFunctionCall(arguments="")
+                )
+            function = calls[event.index].function
+            function.arguments = (function.arguments or "") + event.text
+    if not (reasoning or content or calls):
+        return None
+    message = protocol.DeltaMessage(reasoning=reasoning or None, content=content or None)
+    if calls:
+        message.tool_calls = list(calls.values())
+    return message
+
+
+def _call_id() -> str:
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+def _wants_calls(request: Any) -> bool:
+    """Whether calls go out as calls: the client declared tools and did not forbid their use."""
+    return bool(getattr(request, "tools", None)) and request.tool_choice != "none"
+
+
+class InklingReasoningParser(ReasoningParser):
+    """Reasoning blocks; with no tool parser beside it, the whole answer."""
+
+    engine_based_streaming = True
+
+    def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(tokenizer, *args, **kwargs)
+        self.output = _Output(tokenizer)
+        _unpaired.latest = weakref.ref(self)
+        vocabulary = tokenizer.get_vocab()
+        ids = markers.special_ids(vocabulary)
+        self._thinking, self._model = ids[markers.THINKING], ids[markers.MODEL]
+        self._ends = {ids[marker] for marker in markers.ENDS}
+        answers = (markers.TEXT, markers.CALL, markers.CALL_TEXT, markers.TOOL_ERROR)
+        self._answers = {vocabulary[marker] for marker in answers if marker in vocabulary}
+        self._answers.add(ids[markers.END_SAMPLING])
+
+    @property
+    def reasoning_start_str(self) -> str:
+        """Where vLLM's reasoning budget begins to count, and below what it writes when it ends."""
+        return markers.THINKING
+
+    @property
+    def reasoning_end_str(self) -> str:
+        return markers.END_MESSAGE
+
+    def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
+        """Whether the answer has begun: the last opener is no reasoning and no bare header."""
+        for token in reversed(input_ids):
+            if token in (self._thinking, self._model):
+                return False
+            if token in self._answers:
+                return True
+        return False
+
+    def is_reasoning_end_streaming(
+        self, input_ids: Sequence[int], delta_ids: Iterable[int]
+    ) -> bool:
+        return any(token in self._answers for token in delta_ids)
+
+    def extract_content_ids(self, input_ids: list[int]) -> list[int]:
+        """The ids from the first answer's opener on."""
+        for at, token in enumerate(input_ids):
+            if token in self._answers:
+                return input_ids[at:]
+        return []
+
+    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        inside, count = False, 0
+        for token in token_ids:
+            if token == self._thinking:
+                inside = True
+            elif token in self._ends or token in self._answers or token == self._model:
+                inside = False
+            elif inside:
+                count += 1
+        return count
+
+    def adjust_initial_state_from_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        """A prompt may end inside a reasoning block, where the output then goes on."""
+        for token in reversed(prompt_token_ids):
+            if token == self._thinking:
+                self.output.begin(State.THINKING)
+            if token in (self._thinking, self._model, *self._ends):
+                return
+
+    def adjust_request(self, request: Any) -> Any:
+        """Keep the markers in the text, and let a demanded format begin with its opener."""
+        request.skip_special_tokens = False
+        if not _wants_calls(request):
+            constrain(request, tools=())
+        return request
+
+    def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
+        self.output = output = _Output(self.model_tokenizer) if self.output.fed else self.output
+        events = [*output.feed(model_output), *output.finish()]
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        answer: list[Event] = [event for event in events if not isinstance(event, Reasoning)]
+        content = _content(answer, calls_are_text=True)
+        # The tool parser gets this very string back and knows what it came from.
+        output.whole = content, answer
+        return reasoning or None, content or None
+
+    def extract_reasoning_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+    ) -> Any:
+        return self._say(self.output.feed(delta_text))
+
+    def _say(self, events: list[Event]) -> Any:
+        if not self.output.has_tool_parser:
+            return _message(events, calls_are_text=True)
+        self.output.waiting += [e for e in events if not isinstance(e, Reasoning)]
+        return _message((e for e in events if isinstance(e, Reasoning)), calls_are_text=False)
+
+    def has_engine_confirmed_reasoning_end(self) -> bool:
+        """Whether the tool parser takes over. Alone, this parser goes on to the end."""
+        return self.output.has_tool_parser and self.output.machine.answered
+
+    def finish_streaming(self) -> Any:
+        if self.has_engine_confirmed_reasoning_end():
+            return None
+        message = self._say(self.output.finish())
+        rest, self.output.waiting = self.output.waiting, []
+        if rest:  # An answer that only the end of the output made certain.
+            content = _message(rest, calls_are_text=True)
+            if message is None:
+                return content
+            message.content = content.content
+        return message
+
+
+class InklingToolParser(ToolParser):
+    """Everything after the reasoning; with no reasoning parser before it, the whole answer."""
+
+    engine_based_streaming = True
+    supports_required_and_named = False
+    """vLLM's own forms of required and named calls are bare JSON, which is not this layout."""
+
+    def __init__(self, tokenizer: Any, tools: Any = None, **kwargs: Any) -> None:
+        super().__init__(tokenizer, tools)
+        latest = getattr(_unpaired, "latest", None)
+        reasoning = latest() if latest is not None else None
+        _unpaired.latest = None
+        if reasoning is not None and reasoning.model_tokenizer is tokenizer:
+            self._reasoning: InklingReasoningParser | None = reasoning
+            reasoning.output.has_tool_parser = True
+        else:
+            self._reasoning = None
+        self._own = _Output(tokenizer)
+        self._as_text = False
+
+    @property
+    def _output(self) -> _Output:
+        return self._own if self._reasoning is None else self._reasoning.output
+
+    def get_remaining_unstreamed_args(self) -> str:
+        return ""
+
+    def adjust_request(self, request: Any) -> Any:
+        """Constrain required, named and strict calls. Raises ValueError for an unknown name."""
+        request.skip_special_tokens = False
+        if _wants_calls(request):
+            constrain(request, tools=_declared(request.tools))
+        return request
+
+    def extract_tool_calls(self, model_output: str, request: Any) -> Any:
+        whole = self._output.whole
+        if self._reasoning is not None and whole is not None and whole[0] == model_output:
+            events = whole[1]
+        else:
+            machine = BlockParser(self._own.pattern)
+            events = [*machine.feed(model_output), *machine.finish()]
+        as_text = not _wants_calls(request)
+        calls = [] if as_text else _whole_calls(events)
+        return protocol.ExtractedToolCallInformation(
+            tools_called=bool(calls),
+            tool_calls=calls,
+            content=_content(events, calls_are_text=as_text) or None,
+        )
+
+    def extract_tool_calls_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+        request: Any,
+    ) -> Any:
+        output = self._output
+        if self._reasoning is not None:
+            output.begin(State.TEXT)  # The prompt had begun the answer.
+        self._as_text = not _wants_calls(request)
+        events, output.waiting = output.waiting, []
+        return self._say([*events, *output.feed(delta_text)])
+
+    def finish_streaming(self) -> Any:
+        events, self._output.waiting = self._output.waiting, []
+        return self._say([*events, *self._output.finish()])
+
+    def _say(self, events: list[Event]) -> Any:
+        if self._reasoning is None:  # Without its parser, reasoning is part of the text.
+            events = [Content(e.text) if isinstance(e, Reasoning) else e for e in events]
+        return _message(events, self._as_text)
+
+
+def _content(events: Iterable[Event], calls_are_text: bool) -> str:
+    return "".join(
+        event.text if isinstance(event, (Content, Reasoning)) else event.raw
+        for event in events
+        if calls_are_text or isinstance(event, (Content, Reasoning))
+    )
+
+
+def _whole_calls(events: Iterable[Event]) -> list[Any]:
+    names: list[str] = []
+    arguments: list[str] = []
+    for event in events:
+        if isinstance(event, CallBegins):
+            names.append(event.name)
+            arguments.append("")
+        elif isinstance(event, CallArguments):
+            arguments[event.index] += event.text
+    return [
+        protocol.ToolCall(id=_call_id(), function=protocol.FunctionCall(name=name, arguments=text))
+        for name, text in zip(names, arguments, strict=True)
+    ]
+
+
+def _declared(tools: Iterable[Any]) -> list[dict[str, Any]]:
+    """name, parameters and strict of each function, from the forms of both OpenAI interfaces."""
+    declared = []
+    for tool in tools:
+        function = getattr(tool, "function", tool)
+        if getattr(function, "name", None):
+            declared.append(
+                {
+                    "name": function.name,
+                    "parameters": getattr(function, "parameters", None),
+                    "strict": getattr(function, "strict", None),
+                }
+            )
+    return declared
+
+
+def _choice(choice: Any) -> str | None:
+    """`none`, `auto`, `required` or a function's name, from any form of tool_choice."""
+    if choice is None or isinstance(choice, str):
+        return choice
+    named = getattr(getattr(choice, "function", choice), "name", None)
+    return str(named) if named else str(getattr(choice, "mode", "auto"))
+
+
+def constrain(request: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Replace what `request` says about its format by a grammar of the whole output, if any.
+
+    Raises ValueError for a tool_choice that names no declared tool.
+    """
+    constraint = getattr(request, "structured_outputs", None)
+    if constraint is not None and constraint.structural_tag is not None:
+        return
+    text = getattr(request, "text", None)
+    shape = getattr(text, "format", None) if text is not None else None
+    shape = shape or getattr(request, "response_format", None)
+    if getattr(shape, "type", None) in (None, "text"):
+        shape = None
+    elif shape is not None and shape.type == "structural_tag":
+        return
+    tag = grammar.structural_tag(
+        tools,
+        _choice(request.tool_choice) if tools else None,
+        grammar.output_format(_dump(shape), _dump(constraint)),
+        parallel=getattr(request, "parallel_tool_calls", True) is not False,
+    )
+    if tag is None:
+        return
+    request.structured_outputs = StructuredOutputsParams(structural_tag=json.dumps(tag))
+    if hasattr(request, "response_format"):
+        request.response_format = None
+    if text is not None:
+        request.text = None
+    for flag in ("_grammar_from_parser", "_grammar_from_tool_parser"):
+        if hasattr(request, flag):
+            setattr(request, flag, True)
+
+
+def _dump(value: Any) -> Mapping[str, Any] | None:
+    if value is None or isinstance(value, Mapping):
+        return value
+    if hasattr(value, "model_dump"):
+        return dict(value.model_dump(by_alias=True))
+    return dict(vars(value))
+
+
+class PortableRenderer(InklingRenderer):
+    """vLLM's renderer around our encoding of messages; media stay as vLLM handles them."""
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        tokenizer = self.get_tokenizer()
+        self._encoder = Encoder(tokenizer.get_vocab(), plain_text_encoder(tokenizer))
+
+    def _render(self, messages: Sequence[Any], params: Any) -> list[int]:
+        kwargs = params.chat_template_kwargs or {}
+        if kwargs.get("continue_final_message"):
+            raise ValueError(
+                "Inkling's layout cannot continue a finished message; leave "
+                "continue_final_message out"
+            )
+        pieces = render(
+            messages,
+            kwargs.get("tools") or (),
+            effort=markers.effort(kwargs.get("reasoning_effort")),
+            add_generation_prompt=kwargs.get("add_generation_prompt", True),
+        )
+        return self._encoder.encode(pieces)
+
+
+def plain_text_encoder(tokenizer: Any) -> Any:
+    """A function from text to ids that recognises no special token.
+
+    It has a tokenizer of its own, because the switch is a property of the whole tokenizer and
+    others encode with that one at the same time.
+    """
+    from tokenizers import Tokenizer
+
+    own = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    own.encode_special_tokens = True
+
+    def encode(text: str) -> list[int]:
+        return list(own.encode(text, add_special_tokens=False).ids)
+
+    return encode
