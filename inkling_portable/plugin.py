@@ -98,21 +98,20 @@ class ServingDefaults:
 
 def _register_chat() -> None:
     """Our renderer and parsers under the names that the in-tree ones have."""
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.model_executor.models import config
     from vllm.reasoning import ReasoningParserManager
-    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.renderers import registry
     from vllm.tool_parsers import ToolParserManager
 
     ours = "inkling_portable.chat.serving"
-    # What is already there would be found before ours, or be warned about.
-    RENDERER_REGISTRY.renderers.pop("inkling", None)
-    ReasoningParserManager.reasoning_parsers.pop("inkling", None)
-    ToolParserManager.tool_parsers.pop("inkling", None)
-    RENDERER_REGISTRY.register("inkling", ours, "PortableRenderer")
+    registry.RENDERER_REGISTRY.renderers["inkling"] = (ours, "PortableRenderer")
     ReasoningParserManager.register_lazy_module("inkling", ours, "InklingReasoningParser")
     ToolParserManager.register_lazy_module("inkling", ours, "InklingToolParser")
-    for name in ("InklingForCausalLM", "InklingForConditionalGeneration"):
-        MODELS_CONFIG_MAP.setdefault(name, ServingDefaults)
+    # A parser that was already loaded would be found before ours.
+    ReasoningParserManager.reasoning_parsers.pop("inkling", None)
+    ToolParserManager.tool_parsers.pop("inkling", None)
+    names = ("InklingForCausalLM", "InklingForConditionalGeneration")
+    config.MODELS_CONFIG_MAP.update(dict.fromkeys(names, ServingDefaults))
 
 
 def _register_drafting() -> None:

@@ -21,12 +21,11 @@ from typing import Any
 from vllm.reasoning.abs_reasoning_parsers import ReasoningParser
 from vllm.renderers.inkling import InklingRenderer
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.tool_parsers.abstract_tool_parser import ToolParser
-
-try:
-    from vllm.entrypoints.generate.base import protocol
-except ImportError:  # up to 0.31
-    from vllm.entrypoints.openai.engine import protocol
+from vllm.tool_parsers.abstract_tool_parser import (
+    DeltaMessage,
+    ExtractedToolCallInformation,
+    ToolParser,
+)
 
 from inkling_portable.chat import grammar, markers
 from inkling_portable.chat.blocks import (
@@ -92,35 +91,25 @@ class _Output:
 
 def _message(events: Iterable[Event], calls_are_text: bool) -> Any:
     """The DeltaMessage that says `events`, or None if there is nothing to say."""
-    reasoning, content = "", ""
-    calls: dict[int, Any] = {}
+    said = {"reasoning": "", "content": ""}
+    calls: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, Reasoning):
-            reasoning += event.text
+            said["reasoning"] += event.text
         elif isinstance(event, Content):
-            content += event.text
+            said["content"] += event.text
         elif calls_are_text:
-            content += event.raw
+            said["content"] += event.raw
         elif isinstance(event, CallBegins):
-            calls[event.index] = protocol.DeltaToolCall(
-                index=event.index,
-                id=_call_id(),
-                type="function",
-                function=protocol.DeltaFunctionCall(name=event.name, arguments=""),
-            )
+            begins = {"index": event.index, "id": _call_id(), "type": "function"}
+            calls[event.index] = {**begins, "function": {"name": event.name, "arguments": ""}}
         elif event.text:
-            if event.index not in calls:
-                calls[event.index] = protocol.DeltaToolCall(
-                    index=event.index, function=protocol.DeltaFunctionCall(arguments="")
-                )
-            function = calls[event.index].function
-            function.arguments = (function.arguments or "") + event.text
-    if not (reasoning or content or calls):
-        return None
-    message = protocol.DeltaMessage(reasoning=reasoning or None, content=content or None)
+            more = {"index": event.index, "function": {"arguments": ""}}
+            calls.setdefault(event.index, more)["function"]["arguments"] += event.text
+    fields: dict[str, Any] = {name: text for name, text in said.items() if text}
     if calls:
-        message.tool_calls = list(calls.values())
-    return message
+        fields["tool_calls"] = list(calls.values())
+    return DeltaMessage(**fields) if fields else None
 
 
 def _call_id() -> str:
@@ -292,11 +281,9 @@ class InklingToolParser(ToolParser):
             events = [*machine.feed(model_output), *machine.finish()]
         as_text = not _wants_calls(request)
         calls = [] if as_text else _whole_calls(events)
-        return protocol.ExtractedToolCallInformation(
-            tools_called=bool(calls),
-            tool_calls=calls,
-            content=_content(events, calls_are_text=as_text) or None,
-        )
+        fields = {"tools_called": bool(calls), "tool_calls": calls}
+        content = _content(events, calls_are_text=as_text) or None
+        return ExtractedToolCallInformation(**fields, content=content)
 
     def extract_tool_calls_streaming(
         self,
@@ -333,7 +320,7 @@ def _content(events: Iterable[Event], calls_are_text: bool) -> str:
     )
 
 
-def _whole_calls(events: Iterable[Event]) -> list[Any]:
+def _whole_calls(events: Iterable[Event]) -> list[dict[str, Any]]:
     names: list[str] = []
     arguments: list[str] = []
     for event in events:
@@ -343,7 +330,7 @@ def _whole_calls(events: Iterable[Event]) -> list[Any]:
         elif isinstance(event, CallArguments):
             arguments[event.index] += event.text
     return [
-        protocol.ToolCall(id=_call_id(), function=protocol.FunctionCall(name=name, arguments=text))
+        {"id": _call_id(), "function": {"name": name, "arguments": text}}
         for name, text in zip(names, arguments, strict=True)
     ]
 
