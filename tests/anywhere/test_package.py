@@ -33,8 +33,9 @@ def test_line_budget() -> None:
     """Reading the whole must stay possible.
 
     12,000 lines for registry, kernels and model: the towers and the preprocessing of media became
-    ours after the first figure of 10,000 and are 1,500 of them. 4,800 for commands and chat, of
-    which the questions of `eval` and their words are 800. 3,100 for what is left: the conversion of
+    ours after the first figure of 10,000 and are 1,500 of them. 5,300 for commands and chat, of
+    which the questions of `eval` and their words are 800, and chat's own renderer, parsers and
+    grammars 1,300. 3,100 for what is left: the conversion of
     checkpoints, 1,200 of them, came after a first figure of 2,500.
     """
     apart = sources(*APART)
@@ -42,7 +43,7 @@ def test_line_budget() -> None:
     rest = [path for path in sources() if path not in apart and path not in core]
     assert len(core) > 30 and len(rest) > 5, "the budget was measured over the wrong folder"
     assert line_count(core) <= 12_000
-    assert line_count(apart) <= 4_800
+    assert line_count(apart) <= 5_300
     assert line_count(rest) <= 3_100
     assert {p.name: n for p in sources() if (n := line_count([p])) > 700} == {}
 
@@ -189,8 +190,8 @@ def test_layers_allow_the_rest(where: str, source: str) -> None:
     assert violations(where, source) == []
 
 
-CHAT = {"jsonschema", "tokenizers"}
-"""Also come with vLLM, whose renderer is the only caller of what imports them."""
+CHAT = {"jsonschema", "tokenizers", "tqdm"}
+"""Also come with vLLM."""
 
 
 def test_dependencies_are_declared() -> None:
