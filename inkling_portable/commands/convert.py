@@ -12,19 +12,30 @@ import math
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from inkling_portable import __version__
 from inkling_portable.conversion import plan as planning
 from inkling_portable.conversion.plan import COPY_BLOCK, Job, Plan, make_plan
-from inkling_portable.conversion.source import ConvertError, Found, Source, read_source
+from inkling_portable.conversion.source import ConvertError, Source, Weight, read_source
 from inkling_portable.model.quant_layouts import LAYOUTS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from inkling_portable.conversion.blocks import Energy
+    from inkling_portable.conversion.output import Output
+    from inkling_portable.conversion.source import Reader
 
 COPY_PIECE = 1 << 23
 """Bytes that are copied at a time."""
+MOST_THREADS = 10
+"""Each takes about 130 MB."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,6 +61,7 @@ def convert(
     source_folder: str | Path, target_folder: str | Path, number_format: str,
     layout: str | None = None, layers: set[int] | None = None, *, force: bool = False,
     plan_only: bool = False, progress: Progress | None = None, commit_seconds: float | None = None,
+    threads: int | None = None,
 ) -> str:  # fmt: skip
     """Convert a checkpoint and return a report of what was written and what rounding cost.
 
@@ -62,6 +74,7 @@ def convert(
         force: replace a checkpoint, or unfinished output of another conversion, in the target.
         plan_only: write nothing and return what would be written.
         commit_seconds: blocks finished within this time become durable together.
+        threads: experts that are converted at the same time; None for torch's number of threads.
 
     Raises:
         ConvertError, CheckpointError, ConfigError: one sentence with file, tensor and remedy.
@@ -81,7 +94,7 @@ def convert(
     with Output(into, plan, COMMIT_SECONDS if commit_seconds is None else commit_seconds) as out:
         out.start(force)
         if not out.moving:
-            _write_all(source, plan, out, progress)
+            _write_all(source, plan, out, progress, threads)
         rows = _errors(plan, out.done)
         out.place(source, _report(source, plan, rows))
     lines = [_head(source, plan, into, "is"), *_table(rows)]
@@ -96,55 +109,75 @@ def _keep_apart(source: Path, target: Path) -> None:
         )
 
 
-def _write_all(source: Source, plan: Plan, out: Any, progress: Progress | None) -> None:
-    """Every block that is not on the disk yet, in the order of the plan."""
-    from inkling_portable.conversion.blocks import Energy, convert_block
+def _write_all(
+    source: Source, plan: Plan, out: Output, progress: Progress | None, threads: int | None
+) -> None:
+    """Write every block that is not on the disk yet.
+
+    Python threads do whole experts, since threads within torch leave cores idle between its ops.
+    """
+    import torch
+
     from inkling_portable.conversion.source import Reader
 
+    count = min(threads or torch.get_num_threads(), MOST_THREADS)
+    todo = [(job, block) for job in plan.jobs for block in range(job.blocks)
+            if (job.key, block) not in out.done]  # fmt: skip
     total = sum(job.nbytes for job in plan.jobs)
-    written = 0.0
+    left = sum(job.nbytes / job.blocks for job, _ in todo)
     if progress:
-        before = sum(job.nbytes / job.blocks for job in plan.jobs for block in range(job.blocks)
-                     if (job.key, block) in out.done)  # fmt: skip
-        progress.start(total, before)
-    with Reader(source.folder) as reader:
-        for job in plan.jobs:
-            for block in range(job.blocks):
-                if (job.key, block) not in out.done:
-                    if isinstance(job.source, Found):
-                        _copy(job, block, reader, out)
-                        energy = Energy(0.0, 0.0)
-                    else:
-                        energy = convert_block(job, block, reader, partial(_write, out, job))
-                    out.finish_block(job.key, block, energy)
-                written += job.nbytes / job.blocks
-                if progress:
-                    progress.show(written, job.key)
+        progress.start(total, total - left)
+    pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+    waiting: deque[tuple[Job, int, Future[Energy]]] = deque()
+
+    def note_first() -> None:
+        nonlocal left
+        job, block, result = waiting.popleft()
+        out.finish_block(job, block, result.result())
+        left -= job.nbytes / job.blocks
+        if progress:
+            progress.show(total - left, job.key)
+
+    with Reader(source) as reader, pool:
+        try:
+            for job, block in todo:
+                waiting.append((job, block, pool.submit(_block, job, block, reader, out)))
+                # Not far ahead of the journal, since a killed run does again what is not in it.
+                if len(waiting) > 2 * count:
+                    note_first()
+            while waiting:
+                note_first()
+        finally:
+            pool.shutdown(cancel_futures=True)
     out.commit()
     if progress:
         progress.stop()
 
 
-def _write(out: Any, job: Job, role: str, row: int, values: Any) -> None:
-    out.write(job.target[role].name, row, values)
+def _block(job: Job, block: int, reader: Reader, out: Output) -> Energy:
+    from inkling_portable.conversion import blocks
 
-
-def _copy(job: Job, block: int, reader: Any, out: Any) -> None:
-    assert isinstance(job.source, Found)
+    if isinstance(job.source, Weight):
+        return blocks.convert_block(job, block, reader, partial(_write, out, job))
     end = min(job.source.nbytes, (block + 1) * COPY_BLOCK)
     for at in range(block * COPY_BLOCK, end, COPY_PIECE):
         data = reader.bytes_at(job.source, at, min(COPY_PIECE, end - at))
         out.write_bytes(job.source.name, at, memoryview(data))
+    return blocks.Energy(0.0, 0.0)
+
+
+def _write(out: Output, job: Job, role: str, row: int, values: Tensor) -> None:
+    out.write(job.target[role].name, row, values)
 
 
 # --- what is said of it ---------------------------------------------------------------------------
 
 
-def _errors(plan: Plan, done: dict[tuple[str, int], Any]) -> list[tuple[str, float]]:
+def _errors(plan: Plan, done: dict[tuple[str, int], Energy]) -> list[tuple[str, float]]:
     """(weight, signal to noise in dB) of every weight that was written in another form."""
     rows = []
     for job in plan.jobs:
-        if not isinstance(job.source, Found):
+        if isinstance(job.source, Weight):
             blocks = [done[job.key, block] for block in range(job.blocks)]
             signal, noise = sum(b.signal for b in blocks), sum(b.noise for b in blocks)
             rows.append((job.key, 10 * math.log10(signal / noise) if noise else math.inf))

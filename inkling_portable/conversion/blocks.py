@@ -66,9 +66,10 @@ def convert_block(job: Job, block: int, reader: Reader, write: Write) -> Energy:
 
 
 def _slabs(weight: Weight) -> Iterator[tuple[int, int]]:
-    """Row ranges of one expert; whole tiles of FP8 layers, and whole pairs of gate and up."""
+    """Row ranges of one expert, in whole pairs of gate and up, or in whole tiles of FP8 layers."""
     rows, columns = weight.shape[-2:]
-    step = max(TILE[0], SLAB // columns // TILE[0] * TILE[0])
+    unit = 2 if weight.layer is not None else TILE[0]
+    step = max(1, SLAB // (columns * unit)) * unit
     for first in range(0, rows, step):
         yield first, min(rows, first + step)
 

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from inkling_portable.conversion.blocks import Energy
-from inkling_portable.conversion.plan import Plan
+from inkling_portable.conversion.plan import Job, Plan
 from inkling_portable.conversion.source import BYTES, INDEX, SIDECAR, ConvertError, Source
 
 if TYPE_CHECKING:
@@ -65,9 +65,8 @@ class Output:
         if self.folder.exists() and not self.folder.is_dir():
             raise ConvertError(f"{self.folder} is a file; name a folder")
         other = self.folder.is_dir() and any(p.name != STAGING for p in self.folder.iterdir())
-        begun = (self.staging / JOURNAL).is_file()
-        if other and not force and not begun:
-            raise ConvertError(f"{self.folder} is not empty; name another folder or pass --force")
+        if other and not (self.staging / JOURNAL).is_file():
+            self._require(force)
         self.staging.mkdir(parents=True, exist_ok=True)
         self._journal = os.open(self.staging / JOURNAL, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -77,7 +76,11 @@ class Output:
                 f"another process is converting into {self.folder}; wait for it or name another "
                 "folder"
             ) from None
-        if self._read_journal(force):
+        known = self._read_journal(force)
+        if other and not self.moving:
+            self._require(force)
+        if known:
+            self._open_files()
             return
         for path in self.staging.iterdir():
             if path.name != JOURNAL:
@@ -89,12 +92,18 @@ class Output:
                 f"{gigabytes(free)} free; make room or name a folder on another disk"
             )
         os.ftruncate(self._journal, 0)
+        self._open_files()
         for file, (header, size) in self.plan.files.items():
             with _disk(file, "its header"):
-                os.ftruncate(self._file(file), size)
+                os.ftruncate(self._open[file], size)
+            self._dirty.add(file)
             self._put(file, "its header", memoryview(header), 0)
         # The line that says what the rest is for comes after all it relies on.
         self._commit([json.dumps({"plan": self.plan.digest})])
+
+    def _require(self, force: bool) -> None:
+        if not force:
+            raise ConvertError(f"{self.folder} is not empty; name another folder or pass --force")
 
     def __enter__(self) -> Output:
         return self
@@ -149,6 +158,14 @@ class Output:
         paths = [(self.staging / file, size) for file, (_, size) in self.plan.files.items()]
         return all(path.is_file() and path.stat().st_size == size for path, size in paths)
 
+    def _open_files(self) -> None:
+        """All at once, since threads share them."""
+        if not self.moving:
+            for file in self.plan.files:
+                path = self.staging / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._open[file] = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+
     # --- writing --------------------------------------------------------------------------------
 
     def write(self, name: str, row: int, values: Tensor) -> None:
@@ -166,24 +183,17 @@ class Output:
         self._put(slot.file, f"tensor {name}", data, slot.start + offset)
 
     def _put(self, file: str, what: str, data: memoryview, at: int) -> None:
-        descriptor = self._file(file)
-        self._dirty.add(file)
         while data:
             with _disk(file, what):
-                count = os.pwrite(descriptor, data, at)
+                count = os.pwrite(self._open[file], data, at)
             data, at = data[count:], at + count
 
-    def _file(self, file: str) -> int:
-        if file not in self._open:
-            path = self.staging / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._open[file] = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        return self._open[file]
-
-    def finish_block(self, job: str, block: int, energy: Energy) -> None:
+    def finish_block(self, job: Job, block: int, energy: Energy) -> None:
         """Note that a block is written; from the next commit on it survives anything."""
-        self.done[job, block] = energy
-        self._pending.append(json.dumps({"job": job, "block": block, "energy": list(energy)}))
+        self.done[job.key, block] = energy
+        self._dirty |= {self.plan.slots[part.name].file for part in job.target.values()}
+        entry = {"job": job.key, "block": block, "energy": list(energy)}
+        self._pending.append(json.dumps(entry))
         if time.monotonic() - self._committed >= self._pause:
             self.commit()
 

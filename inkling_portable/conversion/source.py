@@ -324,11 +324,10 @@ def _linears(names: Mapping[str, Found]) -> Iterator[Weight]:
 
 
 class Reader:
-    """Reads rows and whole tensors of a source's files into fresh memory."""
+    """Reads rows and whole tensors of a source's files into fresh memory, from any thread."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open: dict[str, int] = {}
+    def __init__(self, source: Source) -> None:
+        self._open = {file: os.open(source.folder / file, os.O_RDONLY) for file in source.metadata}
 
     def __enter__(self) -> Reader:
         return self
@@ -339,8 +338,6 @@ class Reader:
 
     def bytes_at(self, tensor: Found, offset: int, count: int) -> bytearray:
         """`count` bytes of a tensor's data from `offset` on."""
-        if tensor.file not in self._open:
-            self._open[tensor.file] = os.open(self._folder / tensor.file, os.O_RDONLY)
         buffer = bytearray(count)
         view, at = memoryview(buffer), tensor.start + offset
         while view:

@@ -120,9 +120,11 @@ def test_a_block_that_is_noted_is_not_done_again(source, whole, tmp_path, monkey
 
     monkeypatch.setattr(blocks, "convert_block", counted)
     with pytest.raises(Killed):
-        convert(source, tmp_path / "out", "nvfp4", commit_seconds=0)
-    convert(source, tmp_path / "out", "nvfp4", commit_seconds=0)
-    assert len(done) == 17 and done[5] == done[6] and len(set(done)) == 16
+        convert(source, tmp_path / "out", "nvfp4", commit_seconds=0, threads=1)
+    convert(source, tmp_path / "out", "nvfp4", commit_seconds=0, threads=1)
+    # Up to two are in work ahead of the one that is noted.
+    assert 17 <= len(done) <= 19 and len(set(done)) == 16
+    assert set(done[:5]).isdisjoint(done[5:])
     assert content(tmp_path / "out") == whole
 
 
@@ -195,6 +197,8 @@ def test_a_former_checkpoint_stays_until_the_new_one_is_whole(source, whole, tmp
             convert(source, tmp_path / "out", "nvfp4", force=True, commit_seconds=0)
     left = content(tmp_path / "out")
     assert {n: left[n] for n in former} == former
+    with pytest.raises(ConvertError, match="not empty; name another folder or pass --force"):
+        convert(source, tmp_path / "out", "nvfp4")
     convert(source, tmp_path / "out", "nvfp4", force=True)
     assert content(tmp_path / "out") == whole
 
@@ -290,10 +294,11 @@ def test_memory_does_not_grow_with_tensors(source, tmp_path: Path) -> None:
         "import sys, resource; from inkling_portable.commands.convert import convert; "
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
         "convert(sys.argv[1], sys.argv[2] + '/small', 'mxfp4'); before = peak(); "
-        "convert(sys.argv[3], sys.argv[2] + '/out', 'mxfp4', layers={1}); print(peak() - before)"
+        "convert(sys.argv[3], sys.argv[2] + '/out', 'mxfp4', layers={1}, threads=2); "
+        "print(peak() - before)"
     )
     arguments = [sys.executable, "-c", code, source, tmp_path, tmp_path / "large"]
     found = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
     unit = 1 if sys.platform == "darwin" else 1024
-    assert int(found.stdout) * unit < 250e6, found.stdout
+    assert int(found.stdout) * unit < 300e6, found.stdout
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit < 2e9
