@@ -131,13 +131,15 @@ class InklingAttention(CacheLayer):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, H], positions [T] -> this rank's part of the branch output [T, H]."""
-        qkvr = self.qkvr(x)
-        rows = x.shape[0]
+        return self.wo_ud(self.attend(self.qkvr(x), positions))
+
+    def attend(self, qkvr: Tensor, positions: Tensor) -> Tensor:
+        """Projected rows [T, q | k | v | r] of this rank, positions [T] -> [T, heads * D]."""
+        rows = qkvr.shape[0]
         out = qkvr.new_empty((rows, self.heads, self.geometry.head_dim))
         step = step_metadata()
         if step is None or not self.keys.numel():
-            out.zero_()  # profiling: there is no cache to attend to
-            return self.wo_ud(out.view(rows, -1))
+            return out.zero_().view(rows, -1)  # profiling: there is no cache to attend to
         (conv,) = self._conv_state
         meta: AttentionMetadata = step[self.prefix]
         conv_meta: ConvMetadata = step[conv.prefix]
@@ -148,7 +150,7 @@ class InklingAttention(CacheLayer):
             conv_meta.sources[:rows], self.keys, self.values, meta.slots[:rows], positions,
         )  # fmt: skip
         self._attend(q, rel, out)
-        return self.wo_ud(out.view(rows, -1))
+        return out.view(rows, -1)
 
     @eager_break
     def _attend(self, q: Tensor, rel: Tensor, out: Tensor) -> None:

@@ -120,6 +120,7 @@ __all__ = [
     "make_layers",
     "maybe_prefix",
     "merge_multimodal",
+    "most_rows",
     "on_accelerator",
     "processor_file",
     "receive_on_cpu",
@@ -259,13 +260,13 @@ class MetadataBuilder(AttentionMetadataBuilder):
         device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.rows = _most_rows(vllm_config)
+        self.rows = most_rows(vllm_config)
         # The layers served by this builder, which know the ops that were chosen for them.
         context = vllm_config.compilation_config.static_forward_context
         self.layers = [context[name] for name in layer_names]
 
 
-def _most_rows(vllm_config: VllmConfig) -> int:
+def most_rows(vllm_config: VllmConfig) -> int:
     """Upper bound on the padded rows of one step, drafts included."""
     scheduler = vllm_config.scheduler_config
     captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
@@ -297,6 +298,7 @@ class CacheLayer(nn.Module, AttentionLayerBase):
     def __init__(self, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
+        self.when_bound: Callable[[], None] = lambda: None
         self._bound = torch.empty(0)
         context = get_current_vllm_config().compilation_config.static_forward_context
         if prefix in context:
@@ -312,6 +314,7 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         self._bound = cache
         if cache.numel():
             self.on_bound(cache)
+            self.when_bound()
 
     def on_bound(self, cache: torch.Tensor) -> None:
         """Called with every non-empty cache that vLLM binds: derive views here, once."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from inkling_portable import __version__
-from inkling_portable.model import checkpoint, loading, lora
+from inkling_portable.model import checkpoint, loading, lora, warm_up
 from inkling_portable.model.attention import InklingAttention
 from inkling_portable.model.config import AttentionGeometry
 from inkling_portable.model.engine import (
@@ -146,6 +146,25 @@ class InklingModel(nn.Module):
             return IntermediateTensors({"hidden_states": residual})
         return normed
 
+    def warm_up_calls(self) -> list[warm_up.Call]:
+        """One layer of each kind, and what stands before the first; see `warm_up.warm_up`."""
+        kinds = {
+            (layer.attn.geometry, type(layer.mlp), norm is None): (layer, norm)
+            for layer, norm in self._stage
+        }
+
+        def through(layer: DecoderLayer, norm: Norm | None) -> warm_up.Call:
+            def run(ids: Tensor, positions: Tensor, rows: Tensor) -> None:
+                layer(rows, rows, positions, None if norm is None else norm.weight)
+
+            return warm_up.Call(run, (layer.attn, layer.conv_state), layer.mlp)
+
+        def enter(ids: Tensor, positions: Tensor, rows: Tensor) -> None:
+            first = self.embed_input_ids(ids) if self.first else rows
+            self.ops.rms_norm(first, self._stage[0][0].attn_norm.weight, self.eps, None)
+
+        return [warm_up.Call(enter), *(through(*kind) for kind in kinds.values())]
+
 
 class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA):
     """The text model as vLLM serves it; the multimodal class adds towers to it."""
@@ -196,6 +215,7 @@ class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA
             ["hidden_states"], text.hidden_size
         )
         _announce(self)
+        warm_up.when_bound(self, vllm_config)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_input_ids(input_ids)
@@ -210,6 +230,9 @@ class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Hidden rows [n, H] -> logits [n, valid ids]."""
         return self.logits_processor(self.lm_head, hidden_states)
+
+    def warm_up_calls(self) -> list[warm_up.Call]:
+        return self.model.warm_up_calls()
 
     def tower_shapes(self) -> dict[str, checkpoint.Shape]:
         """Shapes of tower parameters, named as in this module; a text model has none."""

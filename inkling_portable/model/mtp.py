@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from inkling_portable.model import checkpoint, loading
+from inkling_portable.model import checkpoint, loading, warm_up
 from inkling_portable.model.engine import (
     QuantizationConfig,
     ReplicatedLinear,
@@ -111,6 +111,21 @@ class Depths(nn.Module):
         return depth(both, positions, norm)
 
 
+    def warm_up_calls(self) -> list[warm_up.Call]:
+        """One depth of each kind, fed with ids and with embeddings; see `warm_up.warm_up`."""
+        blocks: dict[int, Any] = {int(k): d.transformer_block for k, d in self.layers.items()}
+        kinds = {block.attn.geometry: step for step, block in blocks.items()}
+
+        def draft(step: int) -> warm_up.Call:
+            def run(ids: Tensor, positions: Tensor, rows: Tensor) -> None:
+                self(ids, positions, rows, None, step)
+                self(ids, positions, rows, self.embed_input_ids(ids), step)
+
+            return warm_up.Call(run, (blocks[step].attn, blocks[step].conv_state))
+
+        return [draft(step) for step in kinds.values()]
+
+
 class InklingMTP(nn.Module, SupportsMultiModalEmbeddings):
     """The draft as vLLM's speculators call it."""
 
@@ -133,6 +148,7 @@ class InklingMTP(nn.Module, SupportsMultiModalEmbeddings):
         )
         self.lm_head = Embedding(0, self.settings.text.hidden_size)
         self.logits_processor = InklingLogits(self.settings.text)
+        warm_up.when_bound(self, vllm_config)
 
     def embed_input_ids(
         self, input_ids: Tensor, multimodal_embeddings: Any = None, *,
@@ -157,6 +173,9 @@ class InklingMTP(nn.Module, SupportsMultiModalEmbeddings):
     def get_top_tokens(self, hidden_states: Tensor, spec_step_idx: int = 0) -> Tensor:
         """Most likely valid id of every row, without gathering whole rows of logits."""
         return self.logits_processor.get_top_tokens(self.lm_head, hidden_states)
+
+    def warm_up_calls(self) -> list[warm_up.Call]:
+        return self.model.warm_up_calls()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Check and fill the depths in use; the file may stand outside the checkpoint's index."""

@@ -16,7 +16,7 @@ def scaled(wide, weight, H: tl.constexpr, eps):
     return wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / H + eps) * weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
     x,
     residual,
@@ -158,7 +158,7 @@ def embed_norm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> Tensor
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocabulary"])
 def _halves_kernel(
     hidden,
     embeds,

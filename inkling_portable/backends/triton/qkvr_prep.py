@@ -207,7 +207,7 @@ def _relative_role(
     tl.store(out + item[:, None] * EXT + column[None, :], y, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "q_blocks", "kv_blocks"])
 def _prep_kernel(
     qkvr,
     k_conv,

@@ -42,7 +42,7 @@ def split_plan(
     return ids, units, total, stretch
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "few", "programs", "least"])
+@triton.jit(do_not_specialize=["rows", "batch", "few", "programs", "least", "pages_b"])
 def attend_split(
     q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out, part, part_stat,
     rows, batch, few, programs, least, scale,

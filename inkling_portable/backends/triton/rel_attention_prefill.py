@@ -10,7 +10,7 @@ import triton.language as tl
 from inkling_portable.backends.triton.rel_attention_tiles import attend_request, clear_padding
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "few"])
+@triton.jit(do_not_specialize=["rows", "batch", "few", "pages_b"])
 def attend_whole(
     q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out,
     rows, batch, few, scale,

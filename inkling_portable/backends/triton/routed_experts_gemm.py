@@ -128,7 +128,7 @@ def _product(x, rows, live, x_stride, w, place, row_live, scales, scale_place,
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "tiles", "first_row", "last_row"])
 def tile_kernel(
     x,
     ids,

@@ -16,7 +16,7 @@ from torch import Tensor
 from inkling_portable.backends.triton._common import ceil_div, next_power_of_2, target
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "tiles"])
 def _count_kernel(ids, plan, pairs, experts, tiles, E: tl.constexpr, BM: tl.constexpr,
                   BLOCK: tl.constexpr):  # fmt: skip
     """Counts, first tiles, cursors at zero, and the expert of each tile; one program."""
@@ -43,7 +43,7 @@ def _count_kernel(ids, plan, pairs, experts, tiles, E: tl.constexpr, BM: tl.cons
         tl.store(plan + 3 * experts + starts + step, expert, mask=step < tiles_of)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "tiles"])
 def _place_kernel(ids, plan, pairs, experts, tiles, BM: tl.constexpr, BLOCK: tl.constexpr):
     """Each pair takes the next place of its expert."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "requests", "halvings", "pages_stride"])
 def _sources_kernel(
     q_starts,
     kv_lens,
@@ -164,7 +164,7 @@ def load_weight(weight, channel, mask, stride_c, stride_k, tap: tl.constexpr, pa
     return loaded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _conv_kernel(
     partial,
     extra,
@@ -389,7 +389,7 @@ def conv_residual_norm(
     return normed, summed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _by_rank_kernel(
     partial,
     extra,

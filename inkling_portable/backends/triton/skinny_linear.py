@@ -81,7 +81,7 @@ def _row_kernel(
         tl.store(out + row * columns + n, sums, mask=n < columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _tile_kernel(
     x,
     weight,

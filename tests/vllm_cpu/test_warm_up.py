@@ -1,0 +1,107 @@
+"""The warm-up of a served model: it reaches every op of the layers and leaves no trace."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from inkling_portable.model import warm_up
+from inkling_portable.model.engine import CacheLayer
+from inkling_portable.model.warm_up import Bounds
+from tests.vllm_cpu.conftest import Engine, prompt
+
+SMALL = Bounds(rows=40, requests=8, fresh=3, length=64)
+# Towers run when the engine profiles their inputs; their kernels have one form each.
+ELSEWHERE = {"embed_norm_chain", "concat_norms", "norm_gelu", "dmel_embed_norm"}
+
+
+def caches_of(model: Any) -> list[CacheLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, CacheLayer)]
+
+
+def test_warm_up_leaves_no_trace(engines: Callable[..., Engine]) -> None:
+    engine = engines()
+    before = engine.greedy([prompt(40), prompt(7, seed=1)], 6)
+
+    def run(model: Any) -> None:
+        kept = [layer.kv_cache.clone() for layer in caches_of(model)]
+        assert kept and all(cache.isfinite().all() for cache in kept)
+        warm_up.warm_up(model, model.vllm_config, SMALL)
+        for layer, cache in zip(caches_of(model), kept, strict=True):
+            assert torch.equal(layer.kv_cache, cache), layer.prefix
+
+    engine.on_model(run)
+    engine.forget_prefixes()
+    assert engine.greedy([prompt(40), prompt(7, seed=1)], 6) == before
+
+
+def test_every_op_of_a_step_runs_at_every_size(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What serving calls, the warm-up calls: for each row count, and for each kind of batch."""
+
+    def run(model: Any) -> dict[str, set[tuple[int, ...]]]:
+        seen: dict[str, set[tuple[int, ...]]] = {}
+        parts = [m for m in model.modules() if hasattr(m, "ops")]
+        for ops in {id(m.ops): m.ops for m in parts}.values():
+            for name, function in list(vars(ops).items()):
+                if not callable(function):
+                    continue
+
+                def noted(*args: Any, name: str = name, function: Any = function) -> Any:
+                    key = (args[0].shape[0],)
+                    if name == "rel_attention":
+                        key = (args[0].shape[0], args[6].shape[0], args[7], args[8])
+                    seen.setdefault(name, set()).add(key)
+                    return function(*args)
+
+                monkeypatch.setattr(ops, name, noted)
+        warm_up.warm_up(model, model.vllm_config, SMALL)
+        return seen
+
+    seen = engines().on_model(run)
+    for name in ("embed_norm", "rms_norm", "qkvr_prep", "conv_residual_norm", "gate_logits",
+                 "route", "swiglu"):  # fmt: skip
+        assert {key[0] for key in seen[name]} >= set(range(1, 41)), name
+    batches = seen["rel_attention"]
+    assert {batch for _, batch, _, _ in batches} >= {1, 2, 4, 8}
+    assert {fresh for _, _, fresh, _ in batches} >= {1, 2, 3, 4, 8, 16, 32}
+    assert all(longest == 64 for _, batch, fresh, longest in batches if fresh == 3), "bound of MTP"
+
+
+@pytest.mark.parametrize("most", [1, 5, 80, 81, 8192, 10_000])
+def test_row_counts(most: int) -> None:
+    """All small ones, the largest, and nothing above it; no gap wider than half of what it is."""
+    counts = warm_up.row_counts(most)
+    assert counts[0] == 1 and counts[-1] == most and len(counts) < 130
+    assert set(counts) >= set(range(1, min(most, 80) + 1))
+    assert all(b - a <= max(1, a / 2 + 1) for a, b in zip(counts, counts[1:], strict=False))
+
+
+def test_the_last_cache_to_be_bound_starts_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+    monkeypatch.setattr(warm_up, "on_accelerator", lambda: True)
+    monkeypatch.setattr(warm_up, "warm_up", lambda model, config: runs.append(model))
+
+    class Cache(CacheLayer):
+        def __init__(self) -> None:  # without the engine's registry of layers
+            torch.nn.Module.__init__(self)
+            self.when_bound = lambda: None
+            self._bound = torch.empty(0)
+
+        def on_bound(self, cache: torch.Tensor) -> None:
+            pass
+
+        get_kv_cache_spec = None  # type: ignore[assignment]
+
+    model = torch.nn.ModuleList([Cache(), Cache()])
+    warm_up.when_bound(model, None)  # type: ignore[arg-type]
+    model[0].kv_cache = torch.zeros(3, 1, 16, 8)
+    assert runs == []
+    model[1].kv_cache = torch.zeros(5, 1, 16, 8)
+    assert runs == [model]
+    model[1].kv_cache = torch.zeros(7, 1, 16, 8)  # more blocks, the same kernels
+    assert runs == [model]
+    model[0].kv_cache = torch.zeros(3, 1, 32, 8)  # larger pages: other kernels
+    assert runs == [model, model]
