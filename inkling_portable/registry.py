@@ -36,6 +36,7 @@ class Facts:
     """What is asked of a machine: the settled settings of model and engine.
 
     Widths are of the whole model, not of one rank. `page_size` is 0 until the cache is bound.
+    `failed` has the code of every offer that failed the self-test on this machine, and why.
     """
 
     model: str = "large"
@@ -64,6 +65,7 @@ class Facts:
     batch_invariant: bool = False
     moe_backend: str = "auto"
     rocm_aiter: bool = True
+    failed: tuple[tuple[str, str], ...] = ()
 
 
 MODELS = {
@@ -151,7 +153,7 @@ class Offer:
             reason = predicate(target, facts)
             if reason is not None:
                 return reason
-        return None
+        return dict(facts.failed).get(self.code)
 
     def load(self) -> Callable[..., Any]:
         function: Callable[..., Any] = _load(self.code)

@@ -11,6 +11,7 @@ import os
 import sys
 from dataclasses import replace
 
+from inkling_portable import self_test
 from inkling_portable.backends.evidence import MEASURED
 from inkling_portable.registry import (
     MODELS,
@@ -42,6 +43,12 @@ def parser() -> argparse.ArgumentParser:
         "--ask",
         metavar="OP=PROVIDER,...",
         help="requests as in INKLING_PORTABLE; that variable if left out",
+    )
+    p.add_argument(
+        "--self-test",
+        action="store_true",
+        help="run the start-up self-test of the chosen kernels now; else what is remembered of it "
+        "counts",
     )
     p.add_argument("--json", action="store_true", help="machine-readable output")
     p.add_argument(
@@ -102,8 +109,16 @@ def main(argv: list[str]) -> int:
             print("INKLING_PORTABLE=off: vLLM's own model serves, and nothing here is chosen")
             return 0
         source = "INKLING_PORTABLE" if options.ask is None else "--ask"
-        requests = parse_overrides(None, text, source)
-        decisions = choose(target, facts, tuple(sorted(requests.items())))
+        requests = tuple(sorted(parse_overrides(None, text, source).items()))
+        outcome = None
+        if not options.target:
+            outcome = (self_test.run if options.self_test else self_test.recall)(
+                target, facts, requests
+            )
+            facts = replace(facts, failed=outcome.failed)
+        elif options.self_test:
+            raise SelectionError("--self-test runs kernels on this machine; leave --target out")
+        decisions = choose(target, facts, requests)
     except (TargetError, SelectionError) as error:
         print(f"inkling-portable explain: {error}", file=sys.stderr)
         return 2
@@ -121,11 +136,21 @@ def main(argv: list[str]) -> int:
             for d in decisions
         ]
         print(
-            json.dumps({"target": str(target), "decisions": rows, "warnings": warnings}, indent=1)
+            json.dumps(
+                {
+                    "target": str(target),
+                    "decisions": rows,
+                    "warnings": warnings,
+                    "self_test": None if outcome is None else str(outcome),
+                },
+                indent=1,
+            )
         )
     else:
         print(f"target {target}")
         print("\n".join(lines(decisions)))
+        if outcome is not None and (outcome.off or outcome.agreed or outcome.unknown):
+            print(outcome)
         for warning in warnings:
             print(f"warning: {warning}")
     return 1 if options.strict and warnings else 0

@@ -299,5 +299,8 @@ def _announce(model: InklingForCausalLM) -> None:
         by_provider.setdefault(", then ".join(providers), []).append(name)
     for provider, names in by_provider.items():
         logger.info("inkling_portable: %s computes %s", provider, ", ".join(names))
+    outcome = model.settings.self_test
+    if outcome.agreed or outcome.failed or outcome.off:
+        logger.info("inkling_portable: %s", outcome)
     for sentence in reference_warnings(ops.target, ops.decisions):
         logger.warning("%s", sentence)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
+from inkling_portable import self_test
 from inkling_portable.model.config import (
     AttentionGeometry,
     ConfigError,
@@ -50,6 +50,8 @@ class Settings:
     rank: int
     group: str
     allow_nonfinite: bool
+    target: Target
+    self_test: self_test.Outcome
 
     @property
     def text(self) -> TextConfig:
@@ -59,10 +61,6 @@ class Settings:
     def ranks(self) -> Ranks:
         """Those that load a checkpoint together."""
         return Ranks(self.rank, gather_from_ranks) if self.tp > 1 else ALONE
-
-    @cached_property
-    def target(self) -> Target:
-        return Target.detect()
 
     def ops(self, page_size: int = 0) -> Resolved:
         """The ops, once more when a cache is bound: some choices depend on its page size."""
@@ -106,15 +104,21 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
             raise SelectionError(
                 f"--additional-config needs true or false for {name}; found {block[name]!r}"
             )
+    target, facts = Target.detect(), _facts(vllm_config, config.text, tp)
+    asked = tuple(sorted(requests.items()))
+    outcome = self_test.run(target, facts, asked)
+    failed = self_test.united(gather_from_ranks(outcome.failed) if tp > 1 else [outcome.failed])
     settled = Settings(
         config=config,
-        facts=_facts(vllm_config, config.text, tp),
-        requests=tuple(sorted(requests.items())),
+        facts=replace(facts, failed=failed),
+        requests=asked,
         dtype=vllm_config.model_config.dtype,
         tp=tp,
         rank=get_tensor_model_parallel_rank(),
         group=tp_group_name(),
         allow_nonfinite=block.get("allow_nonfinite", False),
+        target=target,
+        self_test=outcome,
     )
     if tp > 1:
         check_ranks_agree(gather_from_ranks(settled.chosen()))

@@ -1,6 +1,7 @@
 """The warm-up of a served model: it reaches every op of the layers and leaves no trace."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_row_counts(most: int) -> None:
     counts = warm_up.row_counts(most)
     assert counts[0] == 1 and counts[-1] == most and len(counts) < 130
     assert set(counts) >= set(range(1, min(most, 80) + 1))
-    assert all(b - a <= max(1, a / 2 + 1) for a, b in zip(counts, counts[1:], strict=False))
+    assert all(b - a <= max(1, a / 2 + 1) for a, b in pairwise(counts))
 
 
 def test_the_last_cache_to_be_bound_starts_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
