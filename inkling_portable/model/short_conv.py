@@ -133,7 +133,6 @@ class ConvState(CacheLayer):
         self.block = cache.shape[2]
         self.cells = cache.shape[0] * self.block
         self.streams = tuple(tokens_first[..., at : at + width] for at, width in self.parts)
-        self.ops = self.settings.ops(cache.shape[2])
 
 
 class ShortConv(nn.Module):
