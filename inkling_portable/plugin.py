@@ -44,6 +44,7 @@ def register() -> None:
     for name, code in ARCHITECTURES.items():
         ModelRegistry.register_model(name, code)
     _register_configs()
+    _register_quantisation()
     _register_drafting()
     _register_chat()
     # vLLM refuses adapters for any architecture called Inkling unless this says that the in-tree
@@ -112,6 +113,60 @@ def _register_chat() -> None:
     ToolParserManager.tool_parsers.pop("inkling", None)
     names = ("InklingForCausalLM", "InklingForConditionalGeneration")
     config.MODELS_CONFIG_MAP.update(dict.fromkeys(names, ServingDefaults))
+
+
+OWN_QUANTISATION = "inkling_portable"
+
+
+def _register_quantisation() -> None:
+    """On a CPU, have vLLM take the block of a quantised Inkling as ours, in any precision.
+
+    vLLM's own classes for ModelOpt and Quark refuse float32. There no layer of vLLM's reads
+    quantised weights for us, so its class has nothing to do; elsewhere vLLM's own stay.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import torch
+    from vllm.model_executor.layers import quantization
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    if OWN_QUANTISATION in quantization.QUANTIZATION_METHODS:
+        return
+
+    class OwnQuantisation(QuantizationConfig):
+        """Says only that a block is there; `model/weight_format.py` reads it."""
+
+        @classmethod
+        def override_quantization_method(
+            cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+        ) -> Any:
+            inkling = str(getattr(hf_config, "model_type", "")).startswith("inkling")
+            return OWN_QUANTISATION if inkling else None
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+            return cls()
+
+        def get_name(self) -> Any:
+            return OWN_QUANTISATION
+
+        def get_supported_act_dtypes(self) -> list[torch.dtype]:
+            return [torch.float32, torch.bfloat16, torch.float16]
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return 0
+
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return []
+
+        def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> None:
+            return None
+
+    quantization.register_quantization_config(OWN_QUANTISATION)(OwnQuantisation)
 
 
 def _register_drafting() -> None:

@@ -12,6 +12,8 @@ def engine_has_experts(target: Target, facts: Facts) -> str | None:
     """Known refusals of vLLM 0.26 to 0.33 for Inkling's routed experts."""
     if target.vendor == "cpu" and facts.weights in ("nvfp4", "mxfp4"):
         return f"vLLM has no {facts.weights.upper()} experts for a CPU"
+    if target.vendor == "cpu" and facts.weights == "fp8":
+        return "vLLM's FP8 experts for a CPU need scales per block and routing of its own"
     if target.vendor == "cpu" and facts.ep > 1:
         return "vLLM's experts for a CPU ignore the expert map of expert parallelism"
     if target.vendor == "cpu" and facts.lora:

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from inkling_portable.commands import tiny_presets, tiny_tensors
+from inkling_portable.commands import tiny_presets, tiny_quant, tiny_tensors
 from inkling_portable.commands.tiny_tokenizer import write_tokenizer
 from inkling_portable.model.config import parse
+from inkling_portable.model.quant_layouts import layout as known_layout
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,7 @@ DTYPES = ("float32", "bfloat16")
 OWN_FILES = (
     "model*.safetensors", "model.safetensors.index.json", "mtp.safetensors", "config.json",
     "generation_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json",
+    "hf_quant_config.json",
 )  # fmt: skip
 """What a forced run removes first; other files in the folder stay."""
 
@@ -40,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
             layers=args.layers,
             seed=args.seed,
             dtype=args.dtype,
+            weights=args.weights,
+            layout=args.layout,
             towers=args.towers,
             mtp_depths=args.mtp_depths,
             shard_mb=args.shard_mb,
@@ -60,6 +64,8 @@ def write_tiny(
     layers: int | None = None,
     seed: int = 0,
     dtype: str | None = None,
+    weights: str | None = None,
+    layout: str | None = None,
     towers: bool | None = None,
     mtp_depths: int | None = None,
     shard_mb: float | None = None,
@@ -73,6 +79,9 @@ def write_tiny(
         vocab: number of valid token ids; the stored tables have some padding rows more.
         layers: number of decoder layers.
         dtype: "float32" or "bfloat16", of all tensors but those that are always fp32.
+        weights: "nvfp4", "mxfp4" or "fp8" for routed experts in that format, as the released
+            checkpoints have them (see `tiny_quant`); None for plain tensors.
+        layout: "modelopt", "compressed-tensors" or "quark"; None for the usual one of the format.
         towers: with the image and the audio tower, which makes the nested config.
         mtp_depths: number of MTP depths, 0 for none.
         shard_mb: split the weights into files of at most this many million bytes.
@@ -87,6 +96,9 @@ def write_tiny(
     dtype = dtype or base.dtype
     if dtype not in DTYPES:
         raise ValueError(f"no weights are written as {dtype!r}; use {' or '.join(DTYPES)}")
+    if layout is not None and weights is None:
+        raise ValueError(f"layout {layout} is one of quantised weights; give --weights as well")
+    form = None if weights is None else known_layout(weights, layout)
     if shard_mb is not None and not shard_mb > 0:
         raise ValueError(f"shards need a positive size; found {shard_mb} MB; give one or none")
     low, high = tiny_presets.SMALLEST_VOCABULARY, tiny_presets.LARGEST_VOCABULARY
@@ -114,14 +126,31 @@ def write_tiny(
     precision = getattr(torch, dtype)
     valid = config.text.vocab_size
 
+    quantised = [] if form is None else tiny_quant.quantised_names(config, form)
+
     def drawn(specs: Iterable[tiny_tensors.TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in specs:
-            yield spec.name, tiny_tensors.draw(spec, seed, precision, valid)
+            tensor = tiny_tensors.draw(spec, seed, precision, valid)
+            if form is not None and spec.name in quantised:
+                yield from tiny_quant.quantise(form, spec.name, tensor.float(), seed)
+            else:
+                yield spec.name, tensor
+        if form is not None and form.name == "quark":
+            yield from tiny_quant.adapter(seed)
 
-    size, count = _write_weights(folder, drawn(tiny_tensors.tensor_specs(config)), shard_mb)
-    mtp = dict(drawn(tiny_tensors.mtp_specs(config)))
+    specs = list(tiny_tensors.tensor_specs(config))
+    size, count = _write_weights(folder, drawn(specs), shard_mb)
+    mtp = {spec.name: tiny_tensors.draw(spec, seed, precision, valid)
+           for spec in tiny_tensors.mtp_specs(config)}  # fmt: skip
     if mtp:
         size += _save(folder / "mtp.safetensors", mtp)
+    if form is not None:
+        plain = [spec.name for spec in specs if spec.name not in quantised]
+        block, file = tiny_quant.blocks(form, plain, quantised)
+        if file == "config.json":
+            raw["quantization_config"] = block
+        else:
+            _write_json(folder / file, block)
     _write_json(folder / "config.json", raw)
     eos, start = raw["eos_token_id"], valid - tiny_presets.SPECIAL_BLOCK
     pad = start + tiny_presets.SPECIAL_TOKENS["<|endoftext|>"]
@@ -130,7 +159,8 @@ def write_tiny(
     if config.vision is not None or config.audio is not None:
         _write_json(folder / "processor_config.json", tiny_presets.processor_config())
     return (
-        f"{folder}: {preset}, {config.text.num_layers} layers, {valid} token ids, {dtype}, "
+        f"{folder}: {preset}, {config.text.num_layers} layers, {valid} token ids, {dtype}"
+        f"{f' and {form.format} as {form.name}' if form else ''}, "
         f"{count + len(mtp)} tensors, {size / 1e6:.1f} MB of random weights (seed {seed})"
     )
 
@@ -204,6 +234,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, metavar="N", help="number of decoder layers")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--weights", choices=tiny_quant.WEIGHTS, help="quantise routed experts")
+    parser.add_argument("--layout", choices=tiny_quant.LAYOUTS, help="how --weights are stored")
     parser.add_argument("--towers", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--mtp-depths", type=int, metavar="N", help="0 writes no MTP tensors")
     parser.add_argument("--shard-mb", type=float, metavar="N", help="split the weights")

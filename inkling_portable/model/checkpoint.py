@@ -8,10 +8,12 @@ that must be there, its shape, and for one rank the slices that it copies into w
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
+from inkling_portable.model import quant_layouts as quant
 from inkling_portable.model.config import AttentionGeometry, InklingConfig, TextConfig
+from inkling_portable.model.quant_layouts import CODES, GLOBAL, INPUT, SCALE, Layout
 
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
@@ -23,40 +25,80 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded: one sentence naming the tensor, its file and a remedy."""
 
 
+# What a tensor holds: the types that may store it, as safetensors spells them.
+PLAIN, PACKED, FP8, BLOCK_SCALE, POWERS, POSITIVE, NOTE = (
+    "plain", "packed E2M1", "E4M3", "E4M3 scales", "E8M0 scales", "positive numbers", "a note",
+)  # fmt: skip
+FLOATS = ("BF16", "F16", "F32", "F64")
+TYPES: Mapping[str, tuple[str, ...]] = {
+    PLAIN: FLOATS,
+    PACKED: ("U8",),
+    FP8: ("F8_E4M3",),
+    BLOCK_SCALE: ("F8_E4M3",),
+    POWERS: ("U8", "F8_E8M0"),
+    POSITIVE: FLOATS,
+    NOTE: (),
+}
+
+
 @dataclass(frozen=True)
 class Copy:
-    """`parameter[into] = tensor[of]`."""
+    """`parameter[into] = tensor[of]`, by a rule: "" as it is, or one of `loading.RULES`."""
 
     param: str
     into: Index = ()
     of: Index = ()
+    rule: str = ""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor that a checkpoint must hold. No copies: this rank needs none of it."""
+    """One tensor that a checkpoint must hold. No copies: this rank needs none of it.
+
+    kind: what it holds, a key of TYPES. view: the shape in which copies see it. scale: name of the
+    scale with which FP8 numbers are multiplied before they are copied. is_scale: of another tensor.
+    """
 
     shape: Shape
     copies: tuple[Copy, ...] = ()
+    kind: str = PLAIN
+    view: Shape | None = None
+    scale: str | None = None
+    is_scale: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How a rank holds the routed experts of one layer.
+
+    `ids` lists the expert in each local slot (None: all, in order), whose width is split over
+    `size` ranks. Our own parameters (`own`) are laid out as the checkpoint stores them, gate and up
+    rows alternating; the engine's have a gate block of `rows` rows, which it may pad, over an up
+    block. `layout` is that of the stored tensors, None for plain ones.
+    """
+
+    ids: tuple[int, ...] | None = None
+    rank: int = 0
+    size: int = 1
+    rows: int | None = None
+    own: bool = False
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
 class Shard:
     """The share of one rank.
 
-    `rank` of `size` splits heads, channels and widths. Experts have a split of their own:
-    `expert_ids` lists the expert in each local slot (None: all, in order), whose width is split
-    over `expert_size` ranks; `expert_rows` is the height of a parameter's gate block, which an
-    engine may pad. `head_rows` is the number of unembedding rows per rank, padding included.
-    `sink_linears`: sink experts lie side by side in two plain layers, see `model/experts.py`.
+    `rank` of `size` splits heads, channels and widths. Routed experts have a split of their own in
+    each layer, `experts` where a layer is not in `layers`. `head_rows` is the number of unembedding
+    rows per rank, padding included. `sink_linears`: sink experts lie side by side in two plain
+    layers, see `model/experts.py`.
     """
 
     rank: int = 0
     size: int = 1
-    expert_ids: tuple[int, ...] | None = None
-    expert_rank: int = 0
-    expert_size: int = 1
-    expert_rows: int | None = None
+    experts: Experts = Experts()
+    layers: Mapping[int, Experts] = field(default_factory=dict)
     head_rows: int | None = None
     sink_linears: bool = False
 
@@ -175,8 +217,17 @@ def plan(
     for layer in range(text.num_layers):
         where, to = f"{names.root}layers.{layer}.", f"model.layers.{layer}."
         dense = text.layer_is_dense(layer)
+        experts = shard.layers.get(layer, shard.experts)
         for name, stored in _block(text, text.attention(layer), dense, names, shard, to):
-            out[where + name] = stored if layer in layers else Stored(stored.shape)
+            out[where + name] = stored
+        if not dense:
+            out |= _routed(text, names, experts, f"{to}mlp.experts.routed_experts.", where, found)
+        if layer not in layers:
+            out |= {
+                name: replace(stored, copies=())
+                for name, stored in out.items()
+                if name.startswith(where)
+            }
     top("norm", (hidden,), last, Copy("model.norm.weight"))
     head = names.top("unembed")
     # The table may be stored with or without its padding rows.
@@ -185,7 +236,7 @@ def plan(
     top("unembed", shape, last, *_head(shape[0], shard))
     for name, tower_shape in (towers or {}).items():
         out[names.tower(f"model.{name}")] = Stored(tower_shape, (Copy(name),))
-    return out
+    return _with_scales(out, found)
 
 
 def plan_draft(
@@ -224,6 +275,25 @@ def plan_draft(
             out[where + block + name] = stored
     if mtp.chain_norm:
         out[f"{prefix}chain_norm.weight"] = Stored((hidden,), (Copy("model.chain_norm.weight"),))
+    return _with_scales(out, found)
+
+
+def _with_scales(plan: dict[str, Stored], found: Mapping[str, Shape]) -> dict[str, Stored]:
+    """The plan with the scales of matrices that the checkpoint holds in FP8.
+
+    A layer of matrices becomes plain numbers while it is loaded, so it matters not which of those
+    that share a parameter are quantised.
+    """
+    out = dict(plan)
+    for name, stored in plan.items():
+        scale = quant.linear_scale(name)
+        if scale not in found or stored.kind != PLAIN or len(stored.shape) < 2:
+            continue
+        *stack, rows, columns = stored.shape
+        tiles = (*stack, *(-(-n // of) for n, of in zip((rows, columns), quant.TILE, strict=True)))
+        shape = found[scale] if found[scale] == (*stack, rows, 1) else tiles
+        out[name] = replace(stored, kind=FP8, scale=scale)
+        out[scale] = Stored(shape, kind=POSITIVE, is_scale=True)
     return out
 
 
@@ -291,7 +361,6 @@ def _moe(text: TextConfig, names: Naming, shard: Shard, to: str) -> Iterator[tup
     yield "mlp.gate.weight", Stored((experts + sinks, hidden), (Copy(f"{to}mlp.gate.weight"),))
     yield names.layer("mlp.gate.bias"), Stored((experts,), (Copy(f"{to}mlp.gate.bias"),))
     yield "mlp.gate.global_scale", Stored((1,), (Copy(f"{to}mlp.gate.global_scale"),))
-    yield from _routed(text, names, shard, f"{to}mlp.experts.routed_experts.")
     yield from _sinks(text, names, shard, f"{to}mlp.sink_experts.")
 
 
@@ -342,43 +411,134 @@ def _sink_runs(sinks: int, width: int, shard: Shard) -> list[tuple[int, slice, s
     return runs
 
 
-def _routed(text: TextConfig, names: Naming, shard: Shard, to: str) -> Iterator[tuple[str, Stored]]:
-    """vLLM's fused layout: gate block over up block per expert, each split over ranks."""
-    hidden, width, experts = text.hidden_size, text.expert_width, text.num_experts
-    mine = _part(width, shard.expert_rank, shard.expert_size)
+def _routed(
+    text: TextConfig, names: Naming, experts: Experts, to: str, where: str,
+    found: Mapping[str, Shape],
+) -> dict[str, Stored]:  # fmt: skip
+    """The routed experts of the layer at `where`, plain or with the tensors of their layout."""
+    hidden, width = text.hidden_size, text.expert_width
+    mine = _part(width, experts.rank, experts.size)
+    if experts.layout is not None and names.hf:
+        raise CheckpointError(
+            f"quantised experts need the original naming; found Hugging Face names at {where}; "
+            "convert the checkpoint from its original"
+        )
+    block = 1 if experts.layout is None else max(1, experts.layout.block)
+    if width // experts.size % block:
+        raise CheckpointError(
+            f"the expert width {width} over {experts.size} ranks gives {width // experts.size} "
+            f"columns for each, and the weights at {where} have blocks of {block}, which no rank "
+            "may cut; use fewer ranks or --enable-expert-parallel"
+        )
+    slots = _slots(experts.ids, text.num_experts)
+    out: dict[str, Stored] = {}
+    for weight, shape in zip(quant.EXPERT_WEIGHTS, ((2 * width, hidden), (hidden, width)),
+                             strict=True):  # fmt: skip
+        up = weight == "w13_weight"
+        rows = _up_rows(names.hf, experts, width, mine) if up else [(slice(0, hidden),) * 2]
+        columns = slice(0, hidden) if up else mine
+        stack = (text.num_experts, *shape)
+
+        def copies(param: str, step: int = 1, *, rows: list[tuple[slice, slice]] = rows,
+                   columns: slice = columns) -> tuple[Copy, ...]:  # fmt: skip
+            """Copies of a tensor in which one column stands for `step` of the weight's."""
+            of = slice(columns.start // step, columns.stop // step) if step else slice(None)
+            into = slice(0, of.stop - of.start) if step else slice(None)
+            return tuple(
+                Copy(param, (slot, at, into), (expert, taken, of))
+                for slot, expert in slots
+                for at, taken in rows
+            )
+
+        if experts.layout is None:
+            name = names.layer(f"mlp.experts.{weight}")
+            if names.hf and up:
+                name = "mlp.experts.gate_up_proj"
+            out[where + name] = Stored(stack, copies(f"{to}{weight}"))
+            continue
+        base = f"{where}mlp.experts.{weight}"
+        out |= _quantised(experts, base, stack, f"{to}{weight}", copies, slots, found)
+    return out
+
+
+def _up_rows(hf: bool, experts: Experts, width: int, mine: slice) -> list[tuple[slice, slice]]:
+    """(rows of the parameter, rows of the tensor) of the first matrix, for part `mine` of I."""
     count = mine.stop - mine.start
-    padded = shard.expert_rows or count
-    if names.hf:
+    if experts.own and not hf:
+        return [(slice(0, 2 * count), slice(2 * mine.start, 2 * mine.stop))]
+    if hf:
         gate, up = mine, slice(width + mine.start, width + mine.stop)
     else:
         gate, up = (slice(2 * mine.start + i, 2 * mine.stop, 2) for i in (EVEN, ODD))
-    rows = ((slice(0, count), gate), (slice(padded, padded + count), up))
-    w13 = "mlp.experts.gate_up_proj" if names.hf else "mlp.experts.w13_weight"
-    columns = slice(0, hidden)
-    slots = _slots(shard.expert_ids, experts)
-    yield (
-        w13,
-        Stored(
-            (experts, 2 * width, hidden),
-            tuple(
-                Copy(f"{to}w13_weight", (slot, into, columns), (expert, of))
-                for slot, expert in slots
-                for into, of in rows
-            ),
-        ),
-    )
-    yield (
-        names.layer("mlp.experts.w2_weight"),
-        Stored(
-            (experts, hidden, width),
-            tuple(
-                Copy(
-                    f"{to}w2_weight", (slot, columns, slice(0, count)), (expert, slice(None), mine)
-                )
-                for slot, expert in slots
-            ),
-        ),
-    )
+    if experts.own:
+        return [(slice(EVEN, None, 2), gate), (slice(ODD, None, 2), up)]
+    padded = experts.rows or count
+    return [(slice(0, count), gate), (slice(padded, padded + count), up)]
+
+
+# Parameters of the engine's methods, as what comes behind "w13" or "w2".
+ENGINE_PARAMS: Mapping[str, Mapping[str, str]] = {
+    "nvfp4/modelopt": {CODES: "_weight", SCALE: "_weight_scale", GLOBAL: "_weight_scale_2",
+                       INPUT: "_input_scale"},
+    "nvfp4/compressed-tensors": {CODES: "_weight_packed", SCALE: "_weight_scale",
+                                 GLOBAL: "_weight_global_scale", INPUT: "_input_global_scale"},
+    "fp8/compressed-tensors": {CODES: "_weight", SCALE: "_weight_scale"},
+    "mxfp4/quark": {CODES: "_weight", SCALE: "_weight_scale"},
+}  # fmt: skip
+OWN_PARAMS = {CODES: "_weight", SCALE: "_scale", GLOBAL: "_global"}
+
+
+def _quantised(
+    experts: Experts, base: str, stack: Shape, to: str, copies: Callable[..., tuple[Copy, ...]],
+    slots: list[tuple[int | slice, int | slice]], found: Mapping[str, Shape],
+) -> dict[str, Stored]:  # fmt: skip
+    """The tensors that stand for one weight [E, rows, columns] of one layer."""
+    form, up = experts.layout, base.endswith("w13_weight")
+    assert form is not None
+    spelled = quant.find(form, base, found)
+    if spelled is None:
+        raise CheckpointError(
+            f"tensor {base} has no {form.format} scale in the checkpoint as {form.name} spells it; "
+            "restore the scale or list the layer as not quantised in quantization_config"
+        )
+    params = OWN_PARAMS if experts.own else ENGINE_PARAMS[form.key]
+    stem = to.removesuffix("_weight")
+    parts = quant.parts(form, base, stack)
+    out: dict[str, Stored] = {}
+    for role, name in spelled.items():
+        shape, param = parts[role].shape, stem + params.get(role, "")
+        if role == CODES:
+            packed = parts[role].dtype == "U8"
+            out[name] = Stored(shape, copies(param, 2 if packed else 1), PACKED if packed else FP8)
+        elif role == SCALE:
+            kind = {"nvfp4": BLOCK_SCALE, "mxfp4": POWERS, "fp8": POSITIVE}[form.format]
+            view = (*stack[:2], shape[-1]) if form.flat_scale else None
+            # Without the flattening, released files have both.
+            shape = view if view is not None and found.get(name) == view else shape
+            out[name] = Stored(shape, copies(param, form.block), kind, view)
+        elif role in params:
+            # One number per expert, or one each for gate and up rows, for one or two slots.
+            held = found.get(name, shape)
+            halves = up and held == (stack[0], 2)
+            known = held in (shape, (stack[0], 1)) or halves
+            rule = _rule(experts, form, role)
+            if shape == (1,):
+                some: tuple[Copy, ...] = (Copy(param, rule=rule),)  # for every expert
+            else:
+                some = tuple(Copy(param, (slot,), (expert,), rule) for slot, expert in slots)
+            view = None if shape == (1,) else (stack[0], 2 if halves else 1)
+            out[name] = Stored(held if known else shape, some, POSITIVE, view)
+        else:
+            # Own rows do not round activations, and the shape before packing is known.
+            out[name] = Stored(found.get(name, shape), kind=NOTE)
+    return out
+
+
+def _rule(experts: Experts, form: Layout, role: str) -> str:
+    """How a global scale or the range of activations becomes what a parameter holds."""
+    if role == INPUT and form.key == "nvfp4/modelopt":
+        return "range"
+    return "reciprocal" if role == GLOBAL and experts.own and form.reciprocal else "spread"
 
 
 def _slots(ids: tuple[int, ...] | None, experts: int) -> list[tuple[int | slice, int | slice]]:
@@ -396,7 +556,7 @@ def _slots(ids: tuple[int, ...] | None, experts: int) -> list[tuple[int | slice,
 
 def check(
     wanted: Mapping[str, Stored], found: Mapping[str, Shape], files: Mapping[str, str],
-    draft_depths: int | None = None,
+    draft_depths: int | None = None, types: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Compare a plan with what the files hold, before anything is loaded.
 
@@ -407,9 +567,10 @@ def check(
         draft_depths: for a draft's plan, the depths that the config names; all tensors outside
             MTP are then the target's business. None for a target's plan, where MTP tensors, and
             towers that no plan entry mentions, are known and left alone.
+        types: element type by tensor name, as safetensors spells it; None checks no types.
 
     Raises:
-        CheckpointError: the first missing, unknown or wrongly shaped tensor.
+        CheckpointError: the first missing, unknown, wrongly shaped or wrongly typed tensor.
     """
     for name, stored in wanted.items():
         if name not in found:
@@ -422,6 +583,12 @@ def check(
                 f"tensor {name} in {files[name]} needs shape {list(stored.shape)}; found "
                 f"{list(found[name])}; correct the config or the file"
             )
+        allowed, have = TYPES[stored.kind], (types or {}).get(name)
+        if allowed and have is not None and have not in allowed:
+            raise CheckpointError(
+                f"tensor {name} in {files[name]} is stored as {have}, and {stored.kind} needs "
+                f"{' or '.join(allowed)}; check the file and quantization_config in config.json"
+            )
     for name in found:
         if name not in wanted and not _elsewhere(name, wanted, draft_depths):
             raise CheckpointError(
@@ -431,11 +598,17 @@ def check(
 
 
 def _elsewhere(name: str, wanted: Mapping[str, Stored], draft_depths: int | None) -> bool:
-    """Whether a tensor outside the plan belongs to another part of the family."""
+    """Whether a tensor outside the plan belongs to another part of the family.
+
+    Some releases have the tensors of an adapter mixed in with the weights.
+    """
+    if ".lora_A." in name or ".lora_B." in name:
+        return True
     mtp = name.startswith(_MTP_PREFIXES)
     if draft_depths is None:
-        towers = any(w.startswith(_TOWER_PREFIXES) for w in wanted)
-        return mtp or (name.startswith(_TOWER_PREFIXES) and not towers)
+        if mtp or not name.startswith(_TOWER_PREFIXES):
+            return mtp
+        return not any(w.startswith(_TOWER_PREFIXES) for w in wanted)
     if not mtp:
         return True
     depth = re.search(r"mtp\.layers\.(\d+)\.", name)

@@ -37,6 +37,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models import interfaces
 from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsMultiModal, SupportsPP
@@ -71,6 +72,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 
 __all__ = [
     "MULTIMODAL_REGISTRY",
+    "AfterLoading",
     "AttentionCGSupport",
     "BaseDummyInputsBuilder",
     "BaseProcessingInfo",
@@ -361,6 +363,22 @@ def build_routed_experts(
             "attention, or no expert-parallel all-to-all backend"
         )
     return runner
+
+
+class AfterLoading(QuantizeMethodBase):
+    """What vLLM calls on a module of ours, its `quant_method`, when all weights are loaded."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
+
+    def create_weights(self, layer: nn.Module, *weight_args: Any, **extra: Any) -> None:
+        raise NotImplementedError("the module made its own parameters")
+
+    def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError("the module computes by itself")
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.finish()
 
 
 def expert_shard(runner: Any) -> tuple[list[int], int, int]:

@@ -1,24 +1,31 @@
 """Mixture of experts: one gate call, routed experts, always-active sink experts.
 
-Routed experts are vLLM's fused layer where the decision for `routed_experts` is `engine`, so that
-expert parallelism, load balancing and adapters stay the engine's; else our own op runs on weights
-that this file holds, and on a CPU an adapter of routed experts is refused.
+The decision for `routed_experts` is taken first, for the number format of each layer. `engine`:
+vLLM's fused layer with its own method, so that expert parallelism over data-parallel ranks, load
+balancing and adapters stay the engine's. Else no method of the engine is ever built, which may
+raise where our op runs: the op reads weights that this file holds, in one layout for every batch
+size, the checkpoint's own.
 """
 
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 from torch import Tensor, nn
 
+from inkling_portable.model.checkpoint import Experts
 from inkling_portable.model.config import ConfigError
 from inkling_portable.model.engine import (
+    AfterLoading,
     MergedColumnParallelLinear,
     QuantizationConfig,
     RowParallelLinear,
     build_routed_experts,
+    expert_shard,
 )
+from inkling_portable.model.quant_layouts import Layout
 from inkling_portable.model.settings import Settings
 
 
@@ -94,49 +101,100 @@ class SinkLinears(nn.Module):
 
 
 class OwnWeights(nn.Module):
-    """Routed experts' weights in vLLM's layout: gate block over up block [E, 2I, H]; [E, H, I]."""
+    """Routed experts' weights as the checkpoint stores them, gate and up rows alternating.
 
-    def __init__(self, settings: Settings) -> None:
+    w13_weight [e, 2I, H] and w2_weight [e, H, I] for e local experts of local width I, packed to
+    half the columns in 4-bit formats; `w13_scale` and `w2_scale` as `formats` describes them; for
+    NVFP4 the factors `w13_global` [e, 2], for gate and up rows, and `w2_global` [e].
+    """
+
+    w13_weight: nn.Parameter
+    w2_weight: nn.Parameter
+
+    def __init__(self, hidden: int, width: int, experts: int, layout: Layout | None) -> None:
         super().__init__()
-        text = settings.text
-        width = text.expert_width // settings.tp
-        self.w13_weight = nn.Parameter(
-            torch.empty(text.num_experts, 2 * width, text.hidden_size), requires_grad=False
+        packed = layout is not None and layout.format in ("nvfp4", "mxfp4")
+        kind = {"fp8": torch.float8_e4m3fn, None: None}.get(
+            layout.format if layout else None, torch.uint8
         )
-        self.w2_weight = nn.Parameter(
-            torch.empty(text.num_experts, text.hidden_size, width), requires_grad=False
-        )
+        for name, rows, columns in (("w13", 2 * width, hidden), ("w2", hidden, width)):
+            stored = columns // 2 if packed else columns
+            self._add(f"{name}_weight", (experts, rows, stored), kind)
+            if layout is None:
+                continue
+            blocks = columns // layout.block if layout.block else 1
+            scale = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.uint8, "fp8": torch.float32}
+            self._add(f"{name}_scale", (experts, rows, blocks), scale[layout.format])
+            if layout.format == "nvfp4":
+                gain = (experts, 2) if name == "w13" else (experts,)
+                self._add(f"{name}_global", gain, torch.float32)
+
+    def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+        setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
+
+    def finish(self) -> None:
+        """Bring the factors of gate and up rows into the op's form, once they are loaded.
+
+        One number per expert where both are the same, else one for each row.
+        """
+        halves = getattr(self, "w13_global", None)
+        if halves is None or halves.dim() != 2 or halves.shape[1] != 2:
+            return
+        rows = self.w13_weight.shape[1]
+        same = bool((halves[:, 0] == halves[:, 1]).all())
+        gain = halves[:, 0].contiguous() if same else halves.repeat(1, rows // 2)
+        self.w13_global = nn.Parameter(gain, requires_grad=False)
 
 
 class OwnExperts(nn.Module):
-    """Routed experts through the resolved op, split over ranks by width.
+    """Routed experts through the resolved op: split over ranks by width, or spread as wholes.
 
     Raises ConfigError for settings that only the engine's layer serves.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, format: str, layout: Layout | None) -> None:
         super().__init__()
-        facts = settings.facts
+        facts, text = settings.facts, settings.text
         # Adapters on experts need vLLM's layer. On a CPU that layer has none either: there, vLLM
         # refuses such an adapter by its module names, and others are served.
         adapters = facts.lora and settings.target.vendor != "cpu"
-        for name, found, wanted in (("weights", facts.weights, "bf16"), ("ep", facts.ep, 1),
-                                    ("lora", adapters, False)):  # fmt: skip
+        for name, found, wanted in (
+            ("ep", facts.ep, 1 if facts.ep == 1 else facts.tp),
+            ("lora", adapters, False),
+            ("weights", format, format if layout else "bf16"),
+        ):
             if found != wanted:
                 raise ConfigError(
                     f"routed experts outside vLLM's layer need {name} {wanted}; found {found}; "
                     "ask for routed_experts=engine or change that setting"
                 )
-        self.op = settings.ops().routed_experts
-        self.routed_experts = OwnWeights(settings)
+        # Spread: as many experts on each rank, the last of which may have fewer.
+        share = -(-text.num_experts // facts.ep)
+        self.first = settings.rank * share if facts.ep > 1 else 0
+        self.local = min(share, text.num_experts - self.first)
+        self.split = 1 if facts.ep > 1 else settings.tp
+        self.rank = 0 if facts.ep > 1 else settings.rank
+        self.format, self.layout = format, layout
+        self.op = settings.expert_ops(format).routed_experts
+        self.routed_experts = OwnWeights(
+            text.hidden_size, text.expert_width // self.split, self.local, layout
+        )
+        self.quant_method = AfterLoading(self.routed_experts.finish)
+
+    def share(self) -> Experts:
+        ids = tuple(range(self.first, self.first + self.local))
+        return Experts(ids, self.rank, self.split, own=True, layout=self.layout)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x [T, H], weights and ids [T, k] -> partial [T, H]."""
         own = self.routed_experts
+        scales = (getattr(own, f"{w}_{kind}", None) for kind in ("scale", "global")
+                  for w in ("w13", "w2"))  # fmt: skip
+        # The op leaves out experts of other ranks, whose ids lie outside the local ones.
+        ids = ids - self.first if self.first else ids
         return self.op(
-            x, ids, weights, own.w13_weight, own.w2_weight, None, None, None, None, "bf16", "bf16",
-            False,
-        )  # fmt: skip
+            x, ids, weights, own.w13_weight, own.w2_weight, *scales, self.format, "bf16", True
+        )
 
 
 class MoE(nn.Module):
@@ -155,10 +213,17 @@ class MoE(nn.Module):
         self.ops = settings.ops()
         self.top_k, self.route_scale = text.top_k, text.route_scale
         self.gate = Gate(settings)
-        self.own = self.ops.routed_experts is not None
+        where = re.search(r"layers\.(\d+)\.", f"{prefix}.")
+        self.layer = int(where[1]) if where else 0
+        format = settings.expert_format(self.layer)
+        self.layout = settings.expert_layout(self.layer)
+        self.own = settings.expert_ops(format).routed_experts is not None
         if self.own:
-            self.experts = OwnExperts(settings)
+            self.experts = OwnExperts(settings, format, self.layout)
         else:
+            # A layer in BF16 among quantised ones has none of their method.
+            kept = format == "bf16" and settings.quantisation.layout is not None
+            quant_config = None if kept else settings.engine_quant
             self.experts = build_routed_experts(
                 # Equal shares per rank; experts added for that are zero and never chosen.
                 experts=text.num_experts + -text.num_experts % settings.facts.ep,
@@ -175,6 +240,16 @@ class MoE(nn.Module):
             else SinkExperts(settings)
         )
         self._routed: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def share(self) -> Experts:
+        """This rank's part of the stored tensors."""
+        if self.own:
+            return self.experts.share()
+        owned, rank, size = expert_shard(self.experts)
+        held = self.experts.routed_experts
+        stacks = (getattr(held, name, None) for name in ("w13_weight", "w13_weight_packed"))
+        rows = next(stack.shape[1] // 2 for stack in stacks if stack is not None)
+        return Experts(tuple(owned), rank, size, rows, layout=self.layout)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> (routed partial [T, H], sink partial [T, H])."""

@@ -39,6 +39,9 @@ class InklingTextConfig(PretrainedConfig):
         # Speculative decoding knows the original dialect's type only.
         self.model_type = "inkling_model"
 
+    def __setattr__(self, key: str, value: Any) -> None:
+        super().__setattr__(key, _named(value) if key == "quantization_config" else value)
+
 
 class InklingHfTextConfig(InklingTextConfig):
     """The same under the type that Hugging Face writes."""
@@ -93,8 +96,29 @@ class InklingMMConfig(PretrainedConfig):
         # The V1 speculative loader reads the slot under this name from every multimodal target.
         self.image_token_index = parsed.image_token
 
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key == "quantization_config":
+            value = _named(value)
+            # Speculative decoding goes on with the text block alone.
+            self.text_config.quantization_config = value
+        super().__setattr__(key, value)
+
     def get_text_config(self, *_: Any, **__: Any) -> InklingTextConfig:
         return self.text_config
+
+
+def _named(block: Any) -> Any:
+    """A `quantization_config` with the method that ModelOpt's own file leaves out.
+
+    vLLM looks for a producer there, which Inkling's released file does not have.
+    """
+    if (
+        isinstance(block, dict)
+        and not block.get("quant_method")
+        and "quant_algo" in (block.get("quantization") or {})
+    ):
+        return {**block, "quant_method": "modelopt"}
+    return block
 
 
 def describe(config: PretrainedConfig) -> InklingConfig:

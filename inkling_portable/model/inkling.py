@@ -22,7 +22,6 @@ from inkling_portable.model.engine import (
     VllmConfig,
     WeightsMapper,
     checkpoint_folder,
-    expert_shard,
     get_pp_group,
     logger,
     make_empty_intermediate_tensors_factory,
@@ -201,13 +200,12 @@ class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA
         self.config = vllm_config.model_config.hf_config
         self.settings = settle(vllm_config, describe(self.config))
         text = self.settings.text
-        self.model = InklingModel(
-            self.settings, vllm_config.quant_config, maybe_prefix(prefix, "model")
-        )
+        linear_quant = self.settings.linear_quant
+        self.model = InklingModel(self.settings, linear_quant, maybe_prefix(prefix, "model"))
         if self.model.last:
             self.lm_head = ParallelLMHead(
                 text.padded_vocab_size, text.hidden_size,
-                org_num_embeddings=text.padded_vocab_size, quant_config=vllm_config.quant_config,
+                org_num_embeddings=text.padded_vocab_size, quant_config=linear_quant,
                 prefix=maybe_prefix(prefix, "lm_head"),
             )  # fmt: skip
         self.logits_processor = InklingLogits(text)
@@ -260,7 +258,7 @@ class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA
             range(model.start_layer, model.end_layer), model.first, model.last,
             self.tower_shapes(),
         )  # fmt: skip
-        checkpoint.check(wanted, files.shapes, files.file_of)
+        checkpoint.check(wanted, files.shapes, files.file_of, types=files.types)
         settings = self.settings
         return loading.load(
             self, weights, wanted, files, settings.allow_nonfinite, ranks=settings.ranks
@@ -273,16 +271,15 @@ def shard_of(module: nn.Module, settings: Settings) -> checkpoint.Shard:
     shard = checkpoint.Shard(
         settings.rank, settings.tp, head_rows=None if head is None else head.weight.shape[0]
     )
-    moe = next((m for m in module.modules() if isinstance(m, MoE)), None)
-    if moe is not None and isinstance(moe.sink_experts, SinkLinears):
-        shard = dataclasses.replace(shard, sink_linears=True)
-    if moe is None or moe.own:
-        return dataclasses.replace(shard, expert_rank=shard.rank, expert_size=shard.size)
-    owned, rank, size = expert_shard(moe.experts)
-    rows = moe.experts.routed_experts.w13_weight.shape[1] // 2
+    moes = {m.layer: m for m in module.modules() if isinstance(m, MoE)}
     return dataclasses.replace(
-        shard, expert_ids=tuple(owned), expert_rank=rank, expert_size=size, expert_rows=rows
-    )
+        shard,
+        # Where a layer lies on another pipeline stage, its tensors are only looked for.
+        layers={layer: checkpoint.Experts(layout=settings.expert_layout(layer))
+                for layer in range(settings.text.num_layers)}
+        | {layer: moe.share() for layer, moe in moes.items()},
+        sink_linears=any(isinstance(m.sink_experts, SinkLinears) for m in moes.values()),
+    )  # fmt: skip
 
 
 def _announce(model: InklingForCausalLM) -> None:

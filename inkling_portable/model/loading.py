@@ -13,11 +13,31 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from inkling_portable.model.checkpoint import CheckpointError, Shape, Stored
+from inkling_portable.model.checkpoint import (
+    BLOCK_SCALE,
+    FP8,
+    PACKED,
+    POSITIVE,
+    POWERS,
+    CheckpointError,
+    Shape,
+    Stored,
+)
+from inkling_portable.model.quant_layouts import NVFP4_RANGE, TILE
 
 logger = logging.getLogger("vllm.inkling_portable")
 
 INDEX = "model.safetensors.index.json"
+
+RULES: dict[str, Callable[[Tensor], Tensor]] = {
+    "spread": lambda x: x,
+    "reciprocal": torch.reciprocal,
+    "range": lambda x: x / NVFP4_RANGE,
+}
+"""What a copy does to a few numbers, which then spread over all that they stand for."""
+
+RANGES = ("_input_scale", "_input_global_scale")
+"""Ends of the engine's parameters for the range of activations, which a checkpoint may lack."""
 
 WIDENED = 1 << 22
 """Values of an 8-bit tensor that are looked at together."""
@@ -39,11 +59,12 @@ _warned: set[Path | None] = set()
 
 @dataclass
 class Files:
-    """What the headers of a checkpoint's files say: shape and file of every tensor."""
+    """What the headers of a checkpoint's files say: shape, type and file of every tensor."""
 
     folder: Path | None = None
     shapes: dict[str, Shape] = field(default_factory=dict)
     file_of: dict[str, str] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
 
     def note_stream(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take the shapes from tensors, where a loader streams and there are no files."""
@@ -59,13 +80,14 @@ def read_headers(folder: Path) -> Files:
     """
     files = Files(folder)
     for path in _weight_files(folder):
-        for name, shape in _read_header(path).items():
+        for name, (type_, shape) in _read_header(path).items():
             if name in files.shapes:
                 raise CheckpointError(
                     f"tensor {name} stands in {files.file_of[name]} and in {path.name}; "
                     "remove one of them"
                 )
             files.shapes[name] = shape
+            files.types[name] = type_
             files.file_of[name] = path.name
     return files
 
@@ -93,7 +115,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(named)]
 
 
-def _read_header(path: Path) -> dict[str, Shape]:
+def _read_header(path: Path) -> dict[str, tuple[str, Shape]]:
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -127,7 +149,7 @@ def _read_header(path: Path) -> dict[str, Shape]:
                 f"{8 + length + entry['data_offsets'][1]} bytes and the file has {size}; "
                 "download it again"
             )
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
 
 
 def _is_entry(entry: object) -> bool:
@@ -159,10 +181,12 @@ def load(
     """
     params = {name: p for name, p in module.named_parameters() if name not in skip}
     for name in padded_parameters(params):
-        params[name].data.zero_()
+        params[name].data.fill_(1) if name.endswith(RANGES) else params[name].data.zero_()
     filled = dict.fromkeys(params, 0)
     seen: set[str] = set()
     infected: list[str] = []
+    scales: dict[str, Tensor] = {}
+    waiting: dict[str, tuple[str, Tensor]] = {}  # FP8 numbers by the name of their scale
 
     def take(name: str, tensor: Tensor) -> None:
         stored = plan.get(name)
@@ -175,9 +199,28 @@ def load(
                 f"tensor {name} in {where} needs shape {list(stored.shape)}; found "
                 f"{list(tensor.shape)}; correct the config or the file"
             )
+        if stored.is_scale:
+            _check_values(stored.kind, tensor, name, where)
+            scales[name] = tensor
+            if name in waiting:
+                fill(*waiting.pop(name))
+        elif stored.scale is not None and stored.scale not in scales:
+            waiting[stored.scale] = (name, tensor)
+        else:
+            fill(name, tensor)
+
+    def fill(name: str, tensor: Tensor) -> None:
+        stored = plan[name]
+        where = files.file_of.get(name, "the weight stream")
+        if stored.scale is not None and stored.copies:
+            tensor = _plain(tensor, scales[stored.scale], f"tensor {name} in {where}")
+        if stored.view is not None:
+            tensor = tensor.view(stored.view)
         for copy in stored.copies:
             source = tensor[copy.of]
-            if not _finite(source):
+            if stored.kind in (BLOCK_SCALE, POWERS, POSITIVE):
+                _check_values(stored.kind, source, name, where)
+            elif stored.kind != PACKED and not _finite(source):
                 if not allow_nonfinite:
                     raise CheckpointError(
                         f"tensor {name} in {where} has NaN or infinite values; repair it, or allow "
@@ -186,13 +229,20 @@ def load(
                     )
                 infected.append(f"{name} in {where}")
             target = params[copy.param].data[copy.into]
+            if copy.rule:
+                source = RULES[copy.rule](source.float())
+                same = source.numel() == target.numel()
+                source = source.reshape(target.shape) if same else source.expand(target.shape)
             if target.shape != source.shape:
                 raise CheckpointError(
                     f"tensor {name} in {where} does not fit parameter {copy.param}: a part of "
                     f"{list(source.shape)} should fill {list(target.shape)}; report this"
                 )
+            if stored.kind in (PACKED, FP8, BLOCK_SCALE, POWERS) and stored.scale is None:
+                # Codes, which a conversion between types would change.
+                target, source = target.view(torch.uint8), source.view(torch.uint8)
             target.copy_(source)
-            filled[copy.param] += source.numel()
+            filled[copy.param] += target.numel()
 
     for name, tensor in weights:
         take(name, tensor)
@@ -224,6 +274,35 @@ def _warn_nonfinite(own: list[str], folder: Path | None, draft: bool, ranks: Ran
     )  # fmt: skip
 
 
+def _plain(codes: Tensor, scale: Tensor, where: str) -> Tensor:
+    """The numbers of an FP8 matrix, in float32."""
+    from inkling_portable.formats import dequantize_fp8
+
+    channel = tuple(scale.shape) == (*codes.shape[:-1], 1)
+    # The scale was checked when it came; NaN codes are seen like those of any other weight.
+    return dequantize_fp8(codes, scale, block=None if channel else TILE, check=False, name=where)
+
+
+def _check_values(kind: str, values: Tensor, name: str, where: str) -> None:
+    """Refuse a scale that would make its weights NaN or nothing, whatever is allowed of weights."""
+    if kind == POWERS:
+        bad = "E8M0 code 255, which is NaN" if bool((_bytes(values) == 255).any()) else None
+    elif kind == BLOCK_SCALE:
+        bad = "a NaN" if bool(((_bytes(values) & 127) == 127).any()) else None
+    else:
+        usable = torch.isfinite(values) & (values > 0)
+        bad = None if bool(usable.all()) else f"the value {values[~usable].flatten()[0].item():g}"
+    if bad is not None:
+        raise CheckpointError(
+            f"tensor {name} in {where} has {bad} where a scale is needed; quantise the weight "
+            "again or fetch the file again"
+        )
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.uint8 else values.view(torch.uint8)
+
+
 def padded_parameters(params: Mapping[str, Tensor]) -> list[str]:
     """Parameters that an engine may make larger than their tensors; the rest of them is zero."""
     return [
@@ -233,8 +312,14 @@ def padded_parameters(params: Mapping[str, Tensor]) -> list[str]:
 
 def _check_filled(params: Mapping[str, Tensor], filled: Mapping[str, int]) -> None:
     padded = set(padded_parameters(params))
+    absent = [n for n in params if n in padded and n.endswith(RANGES) and not filled[n]]
+    if absent:
+        logger.warning(
+            "the checkpoint has no range of activations for %s; a kernel that rounds activations "
+            "takes them as they are", ", ".join(absent[:2]),
+        )  # fmt: skip
     for name, param in params.items():
-        if filled[name] < (1 if name in padded else param.numel()):
+        if name not in absent and filled[name] < (1 if name in padded else param.numel()):
             raise CheckpointError(
                 f"parameter {name} got {filled[name]} of its {param.numel()} values; report this"
             )

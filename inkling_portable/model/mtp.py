@@ -144,7 +144,7 @@ class InklingMTP(nn.Module, SupportsMultiModalEmbeddings):
         # Draft step k uses depth k: more depths than draft tokens would never run.
         self.depths = min(mtp.num_depths, spec.num_speculative_tokens or mtp.num_depths)
         self.model = Depths(
-            self.settings, self.depths, vllm_config.quant_config, maybe_prefix(prefix, "model")
+            self.settings, self.depths, self.settings.linear_quant, maybe_prefix(prefix, "model")
         )
         self.lm_head = Embedding(0, self.settings.text.hidden_size)
         self.logits_processor = InklingLogits(self.settings.text)
@@ -189,7 +189,7 @@ class InklingMTP(nn.Module, SupportsMultiModalEmbeddings):
             config, files.shapes, shard_of(self, self.settings), self.depths
         )
         depths = config.require_mtp().num_depths
-        checkpoint.check(wanted, files.shapes, files.file_of, draft_depths=depths)
+        checkpoint.check(wanted, files.shapes, files.file_of, depths, files.types)
         allow, ranks = self.settings.allow_nonfinite, self.settings.ranks
         filled = loading.load(self, weights, wanted, files, allow, SHARED, draft=True, ranks=ranks)
         return filled | SHARED

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -18,14 +20,21 @@ from inkling_portable.model.config import (
 from inkling_portable.model.engine import (
     VllmConfig,
     cache_dtype,
+    checkpoint_folder,
     expert_parallel_size,
     gather_from_ranks,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tp_group_name,
 )
-from inkling_portable.model.loading import ALONE, Ranks
-from inkling_portable.model.weight_format import weight_format
+from inkling_portable.model.loading import ALONE, Ranks, read_headers
+from inkling_portable.model.quant_layouts import Layout
+from inkling_portable.model.weight_format import (
+    Quantisation,
+    agree,
+    read_block,
+    rounded_at_start,
+)
 from inkling_portable.registry import (
     MODELS,
     SETTINGS,
@@ -52,6 +61,11 @@ class Settings:
     allow_nonfinite: bool
     target: Target
     self_test: self_test.Outcome
+    quantisation: Quantisation = field(default_factory=Quantisation)
+    stored: frozenset[str] = frozenset()
+    """Names of the checkpoint's tensors; empty where they are not known before they come."""
+    engine_quant: Any = None
+    """The engine's quantisation config, for experts that are its own."""
 
     @property
     def text(self) -> TextConfig:
@@ -65,6 +79,29 @@ class Settings:
     def ops(self, page_size: int = 0) -> Resolved:
         """The ops, once more when a cache is bound: some choices depend on its page size."""
         return resolve(self.target, replace(self.facts, page_size=page_size), dict(self.requests))
+
+    @property
+    def linear_quant(self) -> Any:
+        """The engine's quantisation config for linear layers, which it may round at start.
+
+        Matrices that are stored in FP8 become plain while they are loaded: a layer's parts need not
+        all be quantised then, and lists that forget some of them do no harm.
+        """
+        return None if self.quantisation.layout is not None else self.engine_quant
+
+    def expert_format(self, layer: int) -> str:
+        """The number format of one layer's routed experts."""
+        return self.quantisation.experts_format(layer, self.text.num_experts, self.stored)
+
+    def expert_layout(self, layer: int) -> Layout | None:
+        """How the routed experts of a layer are stored; None for plain tensors."""
+        plain = self.expert_format(layer) == "bf16"
+        return None if plain else self.quantisation.layout
+
+    def expert_ops(self, format: str) -> Resolved:
+        """The ops for a layer whose routed experts have this format."""
+        facts = replace(self.facts, weights=format)
+        return resolve(self.target, facts, dict(self.requests))
 
     def chosen(self) -> dict[str, tuple[str, ...]]:
         """Providers that serve each op, in the order in which they are tried."""
@@ -104,7 +141,10 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
             raise SelectionError(
                 f"--additional-config needs true or false for {name}; found {block[name]!r}"
             )
-    target, facts = Target.detect(), _facts(vllm_config, config.text, tp)
+    quantisation = _quantisation(vllm_config)
+    known = _stored(vllm_config) if quantisation.layout is not None else frozenset()
+    target = Target.detect()
+    facts = _facts(vllm_config, config.text, tp, quantisation.format)
     asked = tuple(sorted(requests.items()))
     outcome = self_test.run(target, facts, asked)
     failed = self_test.united(gather_from_ranks(outcome.failed) if tp > 1 else [outcome.failed])
@@ -112,6 +152,9 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
         config=config,
         facts=replace(facts, failed=failed),
         requests=asked,
+        quantisation=quantisation,
+        stored=known,
+        engine_quant=vllm_config.quant_config,
         dtype=vllm_config.model_config.dtype,
         tp=tp,
         rank=get_tensor_model_parallel_rank(),
@@ -123,6 +166,24 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
     if tp > 1:
         check_ranks_agree(gather_from_ranks(settled.chosen()))
     return settled
+
+
+def _quantisation(vllm_config: VllmConfig) -> Quantisation:
+    """From the checkpoint's block, or from what the engine was asked to round at start."""
+    config = vllm_config.model_config.hf_config
+    block = getattr(config, "quantization_config", None)
+    if block is None:
+        return rounded_at_start(vllm_config.quant_config)
+    folder = checkpoint_folder(vllm_config)
+    other = folder / "hf_quant_config.json" if folder else None
+    if other is not None and other.is_file():
+        agree(block, json.loads(other.read_text()))
+    return read_block(block)
+
+
+def _stored(vllm_config: VllmConfig) -> frozenset[str]:
+    folder = checkpoint_folder(vllm_config)
+    return frozenset(read_headers(folder).shapes) if folder else frozenset()
 
 
 def check_ranks_agree(chosen: Sequence[Mapping[str, tuple[str, ...]]]) -> None:
@@ -153,12 +214,12 @@ def _check_drafts(vllm_config: VllmConfig, config: InklingConfig) -> None:
         )
 
 
-def _facts(vllm_config: VllmConfig, text: TextConfig, tp: int) -> Facts:
+def _facts(vllm_config: VllmConfig, text: TextConfig, tp: int, weights: str) -> Facts:
     kernel = getattr(vllm_config, "kernel_config", None)
     facts = Facts(
         model="custom",
         dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
-        weights=weight_format(vllm_config.quant_config),
+        weights=weights,
         hidden=text.hidden_size,
         heads=text.global_heads,
         kv_heads=text.global_kv_heads,

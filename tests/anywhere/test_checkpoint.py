@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from inkling_portable.commands.released_configs import released
 from inkling_portable.commands.tiny import write_tiny
 from inkling_portable.model import checkpoint, loading
-from inkling_portable.model.checkpoint import CheckpointError, Shard
+from inkling_portable.model.checkpoint import CheckpointError, Experts, Shard
 from inkling_portable.model.config import InklingConfig, parse
 
 FOUND = {"model.llm.layers.0.attn_norm.weight": (1,)}
@@ -111,7 +111,7 @@ def test_every_rank_gets_its_share(tiny: tuple[InklingConfig, loading.Files], ra
     weights = tensors_of(files)
     layer = "layers.3"
     for rank in range(ranks):
-        shard = Shard(rank, ranks, expert_rank=rank, expert_size=ranks)
+        shard = Shard(rank, ranks, Experts(rank=rank, size=ranks))
         plan = checkpoint.plan(config, files.shapes, shard, range(config.text.num_layers))
         checkpoint.check(plan, files.shapes, files.file_of)
         wanted = {f"model.{layer}.{k}": v for k, v in expected(weights, layer, rank, ranks).items()}
@@ -130,7 +130,7 @@ def test_whole_experts_of_a_rank(tiny: tuple[InklingConfig, loading.Files]) -> N
     # Expert parallelism: this rank's slots hold experts 1 and 5; the third slot is padding.
     config, files = tiny
     weights = tensors_of(files)
-    shard = Shard(1, 2, expert_ids=(1, 5, config.text.num_experts))
+    shard = Shard(1, 2, Experts((1, 5, config.text.num_experts)))
     plan = checkpoint.plan(config, files.shapes, shard, range(config.text.num_layers))
     name = "model.llm.layers.3.mlp.experts.w2_weight"
     param = "model.layers.3.mlp.experts.routed_experts.w2_weight"
