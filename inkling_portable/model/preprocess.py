@@ -223,19 +223,23 @@ def image_patches(
         picture = picture.resize(size, resample=Image.Resampling.LANCZOS)
     pixels = np.asarray(picture)
     patch, (rows, columns) = settings.patch_size, settings.grid(*size)
-    mean, std = (np.array(x, dtype=np.float32) for x in (settings.mean, settings.std))
-    out = torch.empty(rows, columns, patch, patch, 3, dtype=dtype)
-    # One row of patches at a time: the float32 copy of a large picture would be gigabytes.
+    # A row of patches at a time, for the float32 copy of a large picture would be gigabytes, and
+    # flat, for broadcasting over three channels costs numpy as much as the arithmetic.
+    line, wide = columns * patch, 3 * size[0]
+    mean, std = (np.tile(np.float32(x), line) for x in (settings.mean, settings.std))
+    out = torch.empty(rows, columns, patch, patch, 3, dtype=torch.float32)
+    cells = out.numpy()
+    band = np.empty((patch, 3 * line), dtype=np.float32)
+    flat = pixels.reshape(size[1], wide)
     for row in range(rows):
-        band = np.full((patch, columns * patch, 3), PAD_PIXEL, dtype=np.float32)
-        part = pixels[row * patch : (row + 1) * patch]
-        band[: part.shape[0], : part.shape[1]] = part
+        part = flat[row * patch : (row + 1) * patch]
+        band[: len(part), :wide] = part
+        band[:, wide:] = band[len(part) :] = PAD_PIXEL
         band /= 255
         band -= mean
         band /= std
-        cells = torch.from_numpy(band).reshape(patch, columns, patch, 3)
-        out[row] = cells.transpose(0, 1)
-    still = out.reshape(rows * columns, 1, patch, patch, 3)
+        cells[row] = band.reshape(patch, columns, patch, 3).swapaxes(0, 1)
+    still = out.to(dtype).reshape(rows * columns, 1, patch, patch, 3)
     return still.expand(-1, settings.temporal_patch_size, -1, -1, -1)
 
 

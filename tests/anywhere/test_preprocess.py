@@ -6,6 +6,7 @@ transformers' image processor needs torchvision; its answers stand in tests/fact
 
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -285,3 +286,20 @@ def test_audio_settings_follow_the_files():
     ):
         with pytest.raises(ValueError, match=message):
             audio_settings(AUDIO, wrong)
+
+
+def test_time_for_a_4k_photo():
+    """150 ms of one core for 3840x2160 pixels; the bound is double, for a machine with neighbours."""
+    pixels = np.random.default_rng(0).integers(0, 256, (2160, 3840, 3), dtype=np.uint8)
+    photo, settings = Image.fromarray(pixels), ImageSettings()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = []
+        for _ in range(5):
+            started = time.process_time()
+            image_patches(photo, settings)
+            times.append(time.process_time() - started)
+    finally:
+        torch.set_num_threads(threads)
+    assert min(times) <= 0.300
