@@ -7,16 +7,29 @@ attend block by block; global layers build the whole matrix.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from inkling_portable.model.config import AttentionGeometry, InklingConfig
+from inkling_portable.model.towers import fold
 
 HIDDEN = -30000.0
 """Score of a key that is not visible; finite, and 0 after the softmax."""
+
+
+class Media(NamedTuple):
+    """The pictures and sounds of a batch, and the places of their rows among all B * L.
+
+    patches [N, time, patch, patch, 3] normalised; levels [M, bins] int64; places [N + M] int64,
+    those of the patches first.
+    """
+
+    patches: Tensor
+    levels: Tensor
+    places: Tensor
 
 
 class BatchedInkling:
@@ -49,24 +62,54 @@ class BatchedInkling:
         rows = LookUp.apply(ids, self.w("llm.embed.weight"), self.dtype)
         return self.norm(rows, "llm.embed_norm.weight")
 
-    def trunk(self, ids: Tensor) -> Tensor:
-        """Final-normed hidden states [B, L, H] of ids [B, L]; L is a multiple of the window."""
+    def rows(self, ids: Tensor, media: Media | None = None) -> Tensor:
+        """What enters the first layer, [B, L, H]: normed embeddings, and the towers' rows."""
         x = self.embed(ids)
+        if media is None:
+            return x
+        tower = torch.cat([self.pictures(media.patches), self.sounds(media.levels)])
+        flat = x.flatten(0, 1).index_copy(0, media.places, tower.to(x.dtype))
+        return flat.view(x.shape)
+
+    def pictures(self, patches: Tensor) -> Tensor:
+        """[N, H] of normalised patches [N, time, patch, patch, 3]."""
+        assert self.config.vision is not None
+        stages, x = self.config.vision.stages(), patches
+        for index, stage in enumerate(stages):
+            name = f"visual.layers.linear_{index}.weight"
+            x = self.linear(fold(x, stage.time, stage.side), self.w(name))
+            if index < len(stages) - 1:
+                x = F.gelu(self.norm(x, f"visual.layers.norm_{index}.weight"))
+        return self.norm(x.flatten(1), "visual.final_norm.weight")
+
+    def sounds(self, levels: Tensor) -> Tensor:
+        """[N, H] of dMel levels [N, bins] (int64)."""
+        assert self.config.audio is not None
+        bins, count = self.config.audio.mel_bins, self.config.audio.mel_levels
+        table = self.w("audio.encoder.weight")
+        chosen = levels + torch.arange(bins, device=levels.device) * count
+        several = torch.zeros(len(levels), len(table), device=levels.device, dtype=table.dtype)
+        several = several.scatter(1, chosen, 1.0)
+        return self.norm(self.linear(several, table.T), "audio.final_norm.weight")
+
+    def trunk(self, rows: Tensor) -> Tensor:
+        """Final-normed hidden states [B, L, H] of `rows`; L is a multiple of the window."""
+        x = rows
         for layer in range(self.text.num_layers):
             dense = self.text.layer_is_dense(layer)
             x = self.block(f"llm.layers.{layer}", x, self.text.attention(layer), dense)
         return self.norm(x, "llm.norm.weight")
 
-    def draft(self, depth: int, previous: Tensor, ids: Tensor) -> Tensor:
+    def draft(self, depth: int, previous: Tensor, rows: Tensor) -> Tensor:
         """Hidden states [B, L, H] of one MTP depth.
 
-        previous: the depth before, or the trunk's. Behind the end of a row stands token 0, and the
-        last rows are of no use.
+        previous: the depth before, or the trunk's; rows: as for the trunk. The last positions,
+        whose row would lie behind the end, are of no use.
         """
         name = f"mtp.layers.{depth}"
-        shifted = F.pad(ids[:, 1 + depth :], (0, 1 + depth))
+        shifted = F.pad(rows[:, 1 + depth :], (0, 0, 0, 1 + depth))
         hidden = self.norm(previous, f"{name}.hidden_norm.weight")
-        embeds = self.norm(self.embed(shifted), f"{name}.embed_norm.weight")
+        embeds = self.norm(shifted, f"{name}.embed_norm.weight")
         x = self.linear(torch.cat([hidden, embeds], -1), self.w(f"{name}.input_proj.weight"))
         x = x.to(hidden.dtype)
         return self.block(f"{name}.transformer_block", x, self.config.mtp_attention(depth), True)

@@ -5,15 +5,28 @@ The format is that of the spec's section 7.2; a test holds it to vLLM's own enco
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import random
+import wave
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
+from inkling_portable.commands import eval_media
 from inkling_portable.commands import eval_tasks as tasks
 from inkling_portable.commands.eval_words import SYSTEM_TEXTS, TOOLS
+from inkling_portable.model.preprocess import (
+    AudioSettings,
+    ImageSettings,
+    dmel_levels,
+    image_patches,
+)
+from training import nano
 from training.tokenizer import encode, special_ids
 
 PROMPT_WEIGHT = 0.05
@@ -29,6 +42,8 @@ class Transcript:
     def __init__(self, tools: Sequence[dict[str, Any]] = (), effort: str = DEFAULT_EFFORT) -> None:
         self.ids: list[int] = []
         self.weights: list[float] = []
+        self.media: list[tuple[int, np.ndarray]] = []
+        """Place of the first slot, and patches [N, patch, patch, 3] or dMel levels [N, bins]."""
         self._effort: str | None = effort
         self._called: dict[str, str] = {}
         if tools:
@@ -78,6 +93,11 @@ class Transcript:
     def add(self, message: dict[str, Any]) -> None:
         """Append one OpenAI message; an assistant's turn includes its opener and its end."""
         role, content = message["role"], message.get("content") or ""
+        if isinstance(content, list):
+            self._settle_effort()
+            for part in content:
+                self._part(role, part)
+            return
         if role == "assistant":
             self.answer(message)
             return
@@ -85,6 +105,24 @@ class Transcript:
             self._settle_effort()
         author = self._called.get(message.get("tool_call_id", ""), "") if role == "tool" else ""
         self._block(role, "<|content_text|>", content, author=author)
+
+    def _part(self, role: str, part: dict[str, Any]) -> None:
+        """One part of a message: text, a picture or a sound, each a block of its own."""
+        if part["type"] == "text":
+            self._block(role, "<|content_text|>", part["text"])
+            return
+        is_picture = part["type"] == "image_url"
+        values = patches_of(part) if is_picture else levels_of(part)
+        self._special(f"<|message_{ROLES[role]}|>", PROMPT_WEIGHT)
+        opener = "<|content_image|>" if is_picture else "<|content_audio_input|>"
+        self._special(opener, PROMPT_WEIGHT)
+        self.media.append((len(self.ids), values))
+        slot = "<|unused_200054|>" if is_picture else "<|unused_200053|>"
+        for _ in range(len(values)):
+            self._special(slot, 0.0)
+        if not is_picture:
+            self._special("<|audio_end|>", PROMPT_WEIGHT)
+        self._special("<|end_message|>", PROMPT_WEIGHT)
 
     def answer(self, message: dict[str, Any]) -> None:
         """An assistant's turn, of which everything behind the first opener is to be learnt."""
@@ -109,9 +147,27 @@ class Transcript:
     def copy(self) -> Transcript:
         """The same conversation, to go on from here separately."""
         twin = Transcript.__new__(Transcript)
-        twin.ids, twin.weights = list(self.ids), list(self.weights)
+        twin.ids, twin.weights, twin.media = list(self.ids), list(self.weights), list(self.media)
         twin._effort, twin._called = self._effort, dict(self._called)
         return twin
+
+
+PICTURES = ImageSettings(patch_size=nano.PATCH, rescale_image_frac=1.0)
+SOUNDS = AudioSettings()
+
+
+def patches_of(part: dict[str, Any]) -> np.ndarray:
+    """Patches [N, patch, patch, 3] of an OpenAI image part with a data URL."""
+    data = base64.b64decode(part["image_url"]["url"].split(",", 1)[1])
+    patches = image_patches(Image.open(io.BytesIO(data)), PICTURES)
+    return patches[:, 0].numpy()
+
+
+def levels_of(part: dict[str, Any]) -> np.ndarray:
+    """dMel levels [N, bins] of an OpenAI audio part: a mono WAV of 16-bit samples."""
+    with wave.open(io.BytesIO(base64.b64decode(part["input_audio"]["data"]))) as file:
+        samples = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
+    return dmel_levels(samples.astype(np.float32) / 32768, SOUNDS).numpy()
 
 
 def canonical(value: Any) -> str:
@@ -121,8 +177,8 @@ def canonical(value: Any) -> str:
     )
 
 
-def case_ids(case: tasks.Case, effort: str = DEFAULT_EFFORT) -> tuple[list[int], int]:
-    """Ids of an evaluation's conversation with its right answer, and where the answer begins."""
+def case_transcript(case: tasks.Case, effort: str = DEFAULT_EFFORT) -> tuple[Transcript, int]:
+    """An evaluation's conversation with its right answer, and where the answer begins."""
     transcript = Transcript(case.tools, effort)
     for message in case.asked:
         transcript.add(message)
@@ -130,6 +186,12 @@ def case_ids(case: tasks.Case, effort: str = DEFAULT_EFFORT) -> tuple[list[int],
     opened.open_turn()
     start = len(opened.ids)
     transcript.answer(case.wanted)
+    return transcript, start
+
+
+def case_ids(case: tasks.Case, effort: str = DEFAULT_EFFORT) -> tuple[list[int], int]:
+    """Ids of an evaluation's conversation with its right answer, and where the answer begins."""
+    transcript, start = case_transcript(case, effort)
     return transcript.ids, start
 
 
@@ -209,19 +271,81 @@ def reading(rng: random.Random, length: int) -> Transcript:
             return transcript
 
 
-def batch(seed: int, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids uint16 and weights float32, both [rows, length], of batch number `seed`.
+def looking(rng: random.Random, length: int, picture: bool) -> Transcript:
+    """One picture or sound with its question, after or before turns of text."""
+    while True:
+        transcript = Transcript(effort=rng.choice(EFFORTS))
+        turns = [_text_turn(rng) for _ in range(rng.choice((0, 0, 0, 1)))]
+        make = rng.choice((eval_media.colour_of, eval_media.place_of))
+        turns.append((make if picture else eval_media.note_of)(rng, "train"))
+        for one in turns:
+            for message in one.messages:
+                transcript.add(message)
+        if len(transcript.ids) > length:
+            continue
+        while True:
+            longer = transcript.copy()
+            for message in _text_turn(rng).messages:
+                longer.add(message)
+            if len(longer.ids) > length:
+                return transcript
+            transcript = longer
 
-    Rows end with padding of weight 0. Long rows are mostly documents, short ones mostly turns.
-    """
-    rng = random.Random(f"batch:{seed}")
+
+def _text_turn(rng: random.Random) -> tasks.Exchange:
+    return rng.choice((tasks.copying, tasks.arithmetic, tasks.chain))(rng, "train")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of conversations, padded with weight 0, and their pictures and sounds, if any."""
+
+    ids: np.ndarray
+    """uint16 [rows, length]"""
+    weights: np.ndarray
+    """float32 [rows, length]"""
+    patches: np.ndarray | None = None
+    """float32 [N, patch, patch, 3]"""
+    levels: np.ndarray | None = None
+    """int64 [M, bins]"""
+    places: np.ndarray | None = None
+    """int64 [N + M]: where their rows stand among rows * length, those of pictures first."""
+
+
+def together(transcripts: Sequence[Transcript], length: int) -> Batch:
+    """The batch of some conversations, all with media or none."""
+    rows = len(transcripts)
     ids = np.full((rows, length), special_ids()["<|endoftext|>"], dtype=np.uint16)
     weights = np.zeros((rows, length), dtype=np.float32)
-    share = 0.35 if length <= 128 else 0.5 if length <= 512 else 0.9
-    for row in range(rows):
-        make = reading if rng.random() < share else mixed
-        made = make(rng, length)
+    found: dict[bool, list[tuple[np.ndarray, np.ndarray]]] = {True: [], False: []}
+    for row, made in enumerate(transcripts):
         size = len(made.ids)
         ids[row, :size] = made.ids
         weights[row, :size] = made.weights
-    return ids, weights
+        for start, values in made.media:
+            slots = row * length + start + np.arange(len(values))
+            found[values.ndim == 4].append((values, slots))
+    if not any(found.values()):
+        return Batch(ids, weights)
+    pictures, sounds = found[True], found[False]
+    patch, bins = nano.PATCH, SOUNDS.mel_bins
+    return Batch(
+        ids,
+        weights,
+        np.concatenate([np.zeros((0, patch, patch, 3), np.float32), *(v for v, _ in pictures)]),
+        np.concatenate([np.zeros((0, bins), np.int64), *(v.astype(np.int64) for v, _ in sounds)]),
+        np.concatenate([slots for _, slots in pictures + sounds]),
+    )
+
+
+def batch(seed: int, rows: int, length: int, media: bool = False) -> Batch:
+    """Batch number `seed`: text alone, or with one picture or one sound in every row.
+
+    Long rows are mostly documents, short ones mostly turns.
+    """
+    rng = random.Random(f"batch:{seed}")
+    if media:
+        return together([looking(rng, length, row % 2 == 0) for row in range(rows)], length)
+    share = 0.35 if length <= 128 else 0.5 if length <= 512 else 0.9
+    makers = [reading if rng.random() < share else mixed for _ in range(rows)]
+    return together([make(rng, length) for make in makers], length)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from inkling_portable.commands import eval_media
 from inkling_portable.commands.eval_tasks import TASKS, case
-from training.batched import BatchedInkling
-from training.conversations import case_ids
-from training.tokenizer import special_ids, vocabulary_size
+from training.batched import BatchedInkling, Media
+from training.conversations import Batch, case_transcript, together
+from training.tokenizer import vocabulary_size
 
 
 @dataclass(frozen=True)
@@ -24,20 +26,36 @@ class Questions:
     task: str
     ids: Tensor
     spans: list[tuple[int, int]]
+    media: Media | None = None
+
+    def on(self, device: str) -> Questions:
+        media = None if self.media is None else Media(*(x.to(device) for x in self.media))
+        return Questions(self.task, self.ids.to(device), self.spans, media)
 
 
 def questions(task: str, count: int, seed: int, multiple: int = 32) -> Questions:
     """`count` cases of a task as rows whose length is a multiple of the window."""
-    made = [case_ids(case(task, index, seed)) for index in range(count)]
-    length = -(-max(len(ids) for ids, _ in made) // multiple) * multiple
-    rows = torch.full((count, length), special_ids()["<|endoftext|>"])
-    for row, (ids, _) in zip(rows, made, strict=True):
-        row[: len(ids)] = torch.tensor(ids)
-    return Questions(task, rows, [(start, len(ids)) for ids, start in made])
+    draw = case if task in TASKS else eval_media.case
+    made = [case_transcript(draw(task, index, seed)) for index in range(count)]
+    length = -(-max(len(one.ids) for one, _ in made) // multiple) * multiple
+    batch = together([one for one, _ in made], length)
+    ids = torch.from_numpy(batch.ids.astype(np.int64))
+    spans = [(start, len(one.ids)) for one, start in made]
+    return Questions(task, ids, spans, media_of(batch))
 
 
-def all_questions(count: int, seed: int) -> list[Questions]:
-    return [questions(task, count, seed) for task in TASKS]
+def media_of(batch: Batch) -> Media | None:
+    """The pictures and sounds of a batch as the model takes them, on the CPU."""
+    if batch.patches is None or batch.levels is None or batch.places is None:
+        return None
+    patches = torch.from_numpy(batch.patches)
+    both = patches[:, None].expand(-1, 2, -1, -1, -1)
+    return Media(both, torch.from_numpy(batch.levels), torch.from_numpy(batch.places))
+
+
+def all_questions(count: int, seed: int, towers: bool) -> list[Questions]:
+    names = [*TASKS, *(eval_media.TASKS if towers else ())]
+    return [questions(task, count, seed) for task in names]
 
 
 @torch.no_grad()
@@ -50,15 +68,18 @@ def measure(
     gained = steps = 0
     for one in asked:
         right = 0
-        for first in range(0, len(one.ids), rows):
-            ids = one.ids[first : first + rows]
-            hidden = model.trunk(ids)
+        # The places of media count over all rows.
+        step = rows if one.media is None else len(one.ids)
+        for first in range(0, len(one.ids), step):
+            ids = one.ids[first : first + step]
+            entering = model.rows(ids, one.media)
+            hidden = model.trunk(entering)
             best = [model.logits(hidden)[..., :valid].argmax(-1).cpu()]
             for depth in range(depths):
-                hidden = model.draft(depth, hidden, ids)
+                hidden = model.draft(depth, hidden, entering)
                 best.append(model.logits(hidden)[..., :valid].argmax(-1).cpu())
             known = ids.cpu()
-            for row, (start, end) in enumerate(one.spans[first : first + rows]):
+            for row, (start, end) in enumerate(one.spans[first : first + step]):
                 right += bool((best[0][row, start - 1 : end - 1] == known[row, start:end]).all())
                 more, taken = drafted(known[row].tolist(), [b[row].tolist() for b in best[1:]],
                                       start, end)  # fmt: skip

@@ -54,18 +54,39 @@ width of four expert widths, a global draft depth after a local one, mup divisor
 of long contexts sets in at 256 tokens, so that it is trained."""
 
 
-def raw_config() -> dict[str, Any]:
-    """config.json of portable-nano."""
-    text = dict(SHAPE.text)
-    return tiny_presets.config(
+PATCH, STAGES = 8, 4
+"""Of the image tower: a patch of the released size would take 25 million parameters alone."""
+
+
+def raw_config(towers: bool = False) -> dict[str, Any]:
+    """config.json of portable-nano, of text alone or with the image and the audio tower."""
+    raw = tiny_presets.config(
         SHAPE,
         vocab=tokenizer.vocabulary_size(),
         layers=SHAPE.layers,
         dtype=SHAPE.dtype,
-        towers=SHAPE.towers,
+        towers=towers,
         mtp_depths=SHAPE.mtp_depths,
-        overrides={"n_shared_experts": text["n_shared_experts"]},
+        overrides={"n_shared_experts": SHAPE.text["n_shared_experts"]},
     )
+    if towers:
+        raw["vision_config"] |= {"patch_size": PATCH, "n_layers": STAGES}
+    return raw
+
+
+def processor() -> dict[str, Any]:
+    """processor_config.json of the model with towers: pictures keep their size."""
+    made = tiny_presets.processor_config()
+    made["image_processor"] |= {
+        "size": {"height": PATCH, "width": PATCH},
+        "rescale_image_frac": 1.0,
+    }
+    return made
+
+
+def has_towers(weights: dict[str, Tensor]) -> bool:
+    """Whether weights include the image and the audio tower."""
+    return any(name.startswith("model.visual.") for name in weights)
 
 
 def specs(config: InklingConfig) -> list[tiny_tensors.TensorSpec]:
@@ -74,7 +95,10 @@ def specs(config: InklingConfig) -> list[tiny_tensors.TensorSpec]:
 
 
 def fresh_weights(config: InklingConfig, seed: int) -> dict[str, Tensor]:
-    """Weights to start from, float32 on the CPU, by name."""
+    """Weights to start from, float32 on the CPU, by name.
+
+    Those of the towers have a seed of their own, so that others do not depend on their presence.
+    """
     generator = torch.Generator().manual_seed(seed)
     quiet = 1 / math.sqrt(2 * config.text.num_layers)
 
@@ -97,6 +121,8 @@ def fresh_weights(config: InklingConfig, seed: int) -> dict[str, Tensor]:
             value = normal(shape, 0.02)
         elif name.endswith("rel_logits_proj.proj"):
             value = normal(shape, 0.2)
+        elif name.endswith("audio.encoder.weight"):
+            value = normal(shape, 0.1)
         elif name.endswith(("wo_ud.weight", "w2_md.weight", "w2_weight")):
             value = normal(shape, quiet / math.sqrt(shape[-1]))
         else:
@@ -123,7 +149,7 @@ def write(folder: Path, weights: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    raw = raw_config()
+    raw = raw_config(has_towers(weights))
     stored = as_stored(weights)
     for file, is_draft in (("model.safetensors", False), ("mtp.safetensors", True)):
         part = {n: x for n, x in stored.items() if n.startswith("model.mtp.") == is_draft}
@@ -133,6 +159,8 @@ def write(folder: Path, weights: dict[str, Tensor]) -> None:
     pad = tokenizer.special_ids()["<|endoftext|>"]
     generation = {"eos_token_id": raw["eos_token_id"], "pad_token_id": pad}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    if has_towers(weights):
+        (folder / "processor_config.json").write_text(json.dumps(processor(), indent=2) + "\n")
     tokenizer.write(folder, MAX_LENGTH)
 
 
@@ -146,8 +174,9 @@ def read(folder: Path) -> dict[str, Tensor]:
     return {name: x.float() for name, x in found.items()}
 
 
-def config() -> InklingConfig:
-    return parse(raw_config())
+def config(towers: bool = False) -> InklingConfig:
+    """The parsed config."""
+    return parse(raw_config(towers))
 
 
 def write_single(path: Path, stored: dict[str, Tensor]) -> None:

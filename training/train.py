@@ -28,15 +28,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from training import conversations, measure, nano
-from training.batched import BatchedInkling
+from training.batched import BatchedInkling, Media
 
-LENGTHS = (128, 256, 512, nano.MAX_LENGTH)
-CURRICULUM = (
-    (0, (0.8, 0.2, 0.0, 0.0)),
-    (800, (0.5, 0.3, 0.2, 0.0)),
-    (2000, (0.35, 0.25, 0.2, 0.2)),
+KINDS = ((128, False), (256, False), (512, False), (nano.MAX_LENGTH, False), (128, True))
+"""Row length of a batch, and whether its rows have pictures and sounds."""
+TEXT = (
+    (0, (0.8, 0.2, 0.0, 0.0, 0.0)),
+    (800, (0.5, 0.3, 0.2, 0.0, 0.0)),
+    (2000, (0.35, 0.25, 0.2, 0.2, 0.0)),
 )
-"""From which batch on, which share of batches has which length."""
+"""From which batch on, which share of batches is of which kind."""
+TOWERS = ((0, (0.15, 0.15, 0.15, 0.15, 0.4)),)
+"""The same for a stage with towers, which follows stages without."""
 DRAFT_WEIGHT = 0.3
 BETAS = (0.9, 0.95)
 DECAY = 0.05
@@ -46,37 +49,36 @@ BALANCE = 0.3
 learning rates."""
 
 
-def length_of(number: int, after: int = 0) -> int:
-    """Row length of batch `number`; `after` batches were learnt in earlier stages."""
-    shares = next(s for start, s in reversed(CURRICULUM) if number + after >= start)
-    return random.Random(f"length:{number}").choices(LENGTHS, shares)[0]
+def kind_of(number: int, towers: bool) -> tuple[int, bool]:
+    """Kind of batch `number`, counted over all stages."""
+    shares = next(s for start, s in reversed(TOWERS if towers else TEXT) if number >= start)
+    return random.Random(f"kind:{number}").choices(KINDS, shares)[0]
 
 
 # --- batches --------------------------------------------------------------------------------------
 
 
-def _produce(queue: Any, numbers: range, first: int, tokens: int) -> None:
+def _produce(queue: Any, numbers: range, tokens: int, towers: bool) -> None:
     torch.set_num_threads(1)
     for number in numbers:
-        length = length_of(number, first)
-        made = conversations.batch(first + number, tokens // length, length)
-        queue.put(made)
+        length, media = kind_of(number, towers)
+        queue.put(conversations.batch(number, tokens // length, length, media))
 
 
 class Producers:
-    """Processes that make batches `first` to `first + count`, which come in order.
+    """Processes that make batches `first` to `first + count - 1`, which come in order.
 
     They are started at once: make them before anything touches the GPU.
     """
 
-    def __init__(self, first: int, count: int, tokens: int, workers: int) -> None:
+    def __init__(self, first: int, count: int, tokens: int, workers: int, towers: bool) -> None:
         context = multiprocessing.get_context("fork")
         self.count = count
         self.queues = [context.Queue(maxsize=8) for _ in range(workers)]
         self.processes = [
             context.Process(
                 target=_produce,
-                args=(queue, range(i, count, workers), first, tokens),
+                args=(queue, range(first + i, first + count, workers), tokens, towers),
                 daemon=True,
             )
             for i, queue in enumerate(self.queues)
@@ -84,7 +86,7 @@ class Producers:
         for process in self.processes:
             process.start()
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def __iter__(self) -> Iterator[conversations.Batch]:
         for number in range(self.count):
             yield self.queues[number % len(self.queues)].get(timeout=120)
 
@@ -104,7 +106,7 @@ class Learner:
     """
 
     def __init__(self, weights: dict[str, Tensor], device: str, dtype: torch.dtype) -> None:
-        self.config = nano.config()
+        self.config = nano.config(nano.has_towers(weights))
         size = sum(x.numel() for x in weights.values())
         self.flat = torch.empty(size, device=device)
         self.gradient = torch.zeros_like(self.flat)
@@ -133,12 +135,13 @@ class Learner:
         """What a step changes."""
         return [self.flat, self.mean, self.square, self.steps]
 
-    def losses(self, ids: Tensor, weights: Tensor) -> list[Tensor]:
+    def losses(self, ids: Tensor, weights: Tensor, media: Media | None) -> list[Tensor]:
         """Weighted mean loss of the trunk and of every depth; ids, weights [B, L]."""
-        hidden, found = self.model.trunk(ids), []
+        rows = self.model.rows(ids, media)
+        hidden, found = self.model.trunk(rows), []
         for depth in range(-1, nano.DEPTHS):
             if depth >= 0:
-                hidden = self.model.draft(depth, hidden, ids)
+                hidden = self.model.draft(depth, hidden, rows)
             ahead = 2 + depth
             logits = self.model.logits(hidden[:, :-ahead]).float()
             each = F.cross_entropy(logits.flatten(0, 1), ids[:, ahead:].flatten(), reduction="none")
@@ -146,9 +149,10 @@ class Learner:
             found.append((each * share).sum() / share.sum())
         return found
 
-    def step(self, ids: Tensor, weights: Tensor) -> None:
+    def step(self, ids: Tensor, weights: Tensor, *media: Tensor) -> None:
+        """One step of the optimiser on a batch; `media` are the fields of `Media`, or none."""
         self.gradient.zero_()
-        trunk, *drafts = self.losses(ids, weights)
+        trunk, *drafts = self.losses(ids, weights, Media(*media) if media else None)
         loss = trunk + DRAFT_WEIGHT * sum(drafts, torch.zeros_like(trunk))
         loss.backward()
         norm = self.gradient.norm()
@@ -172,34 +176,34 @@ class RecordingError(Exception):
 
 
 class Recorder:
-    """Runs steps: on a GPU, each row length's step is recorded as a CUDA graph and replayed."""
+    """Runs steps: on a GPU, the step of each kind of batch is recorded as a CUDA graph."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
-        self.graphs: dict[tuple[int, ...], Any] = {}
-        self.inputs: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self.graphs: dict[tuple[Any, ...], Any] = {}
+        self.inputs: dict[tuple[Any, ...], list[Tensor]] = {}
 
-    def __call__(self, ids: Tensor, weights: Tensor) -> None:
-        shape = tuple(ids.shape)
+    def __call__(self, inputs: list[Tensor]) -> None:
+        shape = tuple(x.shape for x in inputs)
         if shape not in self.graphs:
-            self.learner.step(ids, weights)
+            self.learner.step(*inputs)
             return
-        for ours, given in zip(self.inputs[shape], (ids, weights), strict=True):
+        for ours, given in zip(self.inputs[shape], inputs, strict=True):
             ours.copy_(given)
         self.graphs[shape].replay()
 
-    def prepare(self, ids: Tensor, weights: Tensor) -> None:
-        """Record the step for batches of this shape, and hold the recording to the step.
+    def prepare(self, inputs: list[Tensor]) -> None:
+        """Record the step for batches of these shapes, and hold the recording to the step.
 
         The learner is left as it was.
         """
         state = self.learner.state()
         before = [x.clone() for x in state]
         self.learner.rate.fill_(1e-4)
-        self.learner.step(ids, weights)
+        self.learner.step(*inputs)
         wanted = self.learner.flat.clone()
-        shape = tuple(ids.shape)
-        self.inputs[shape] = ids.clone(), weights.clone()
+        shape = tuple(x.shape for x in inputs)
+        self.inputs[shape] = [x.clone() for x in inputs]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -214,9 +218,10 @@ class Recorder:
         moved = (wanted - before[0]).norm().item()
         for x, old in zip(state, before, strict=True):
             x.copy_(old)
-        print(f"recorded {shape}: {apart:.1e} from the step, which moves {moved:.1e}", flush=True)
+        rows = tuple(inputs[0].shape)
+        print(f"recorded {rows}: {apart:.1e} from the step, which moves {moved:.1e}", flush=True)
         if not apart <= 0.2 * moved:
-            raise RecordingError(f"what was recorded for {shape} differs from the step")
+            raise RecordingError(f"what was recorded for {rows} differs from the step")
         self.graphs[shape] = graph
 
 
@@ -235,7 +240,7 @@ def train(options: argparse.Namespace) -> None:
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     most = options.steps or 1_000_000
-    producers = Producers(options.first, most, options.tokens, options.workers)
+    producers = Producers(options.first, most, options.tokens, options.workers, options.towers)
     try:
         # A recording is made on a stream of its own, and everything before it belongs there too.
         own = torch.cuda.stream(torch.cuda.Stream()) if options.graph else nullcontext()
@@ -249,20 +254,20 @@ def _train(
     options: argparse.Namespace, producers: Producers, started: float, log: TextIO
 ) -> None:  # fmt: skip
     device, out = options.device, options.out
-    asked = [
-        measure.Questions(q.task, q.ids.to(device), q.spans)
-        for q in measure.all_questions(options.questions, seed=0)
-    ]
+    asked = [q.on(device) for q in measure.all_questions(options.questions, 0, options.towers)]
+    config = nano.config(options.towers)
+    start = nano.fresh_weights(config, options.seed)
     if options.resume:
-        start = nano.read_single(options.resume)
-    else:
-        start = nano.fresh_weights(nano.config(), options.seed)
+        # What the earlier stage did not have, the towers, starts fresh.
+        start |= nano.read_single(options.resume)
     learner = Learner(start, device, getattr(torch, options.dtype))
     run = Recorder(learner)
 
-    def send(ids: np.ndarray, weights: np.ndarray) -> tuple[Tensor, Tensor]:
-        wide = torch.from_numpy(ids.astype(np.int64))
-        return wide.to(device), torch.from_numpy(weights).to(device)
+    def send(batch: conversations.Batch) -> list[Tensor]:
+        media = measure.media_of(batch)
+        ids = torch.from_numpy(batch.ids.astype(np.int64))
+        inputs = [ids, torch.from_numpy(batch.weights), *(media or ())]
+        return [x.to(device) for x in inputs]
 
     def note(step: int, **found: Any) -> None:
         seconds = round(time.monotonic() - started, 1)
@@ -275,26 +280,28 @@ def _train(
         stored = nano.as_stored(learner.weights)
         nano.write_single(out / "weights.safetensors", stored)
         wide = {name: x.to(device, torch.float32) for name, x in stored.items()}
-        model = BatchedInkling(nano.config(), wide, torch.float32)
+        model = BatchedInkling(config, wide, torch.float32)
         found = measure.measure(model, asked, nano.DEPTHS)
         note(step, right={task: round(share, 4) for task, share in found.items()})
 
     note(0, options={k: str(v) for k, v in vars(options).items()}, torch=torch.__version__)
     if options.graph:
-        for length in LENGTHS:
-            run.prepare(*send(*conversations.batch(-length, options.tokens // length, length)))
+        for length, media in KINDS:
+            if options.towers or not media:
+                rows = options.tokens // length
+                run.prepare(send(conversations.batch(-length, rows, length, media)))
     losses: list[list[float]] = []
     told = saved = time.monotonic()
     step = tokens = 0
-    for ids, weights in producers:
+    for batch in producers:
         now = time.monotonic()
         passed = (now - started) / (options.minutes * 60)
         done = max(passed, step / options.steps) if options.steps else passed
         if passed >= 1 or done >= 1:
             break
         learner.rate.fill_(rate(step / options.steps if options.steps else done, options.rate))
-        run(*send(ids, weights))
-        step, tokens = step + 1, tokens + ids.size
+        run(send(batch))
+        step, tokens = step + 1, tokens + batch.ids.size
         if step % 25 == 0 or step < 10:
             losses.append(learner.report.tolist())
             if not np.isfinite(losses[-1]).all():
@@ -317,6 +324,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, help="the stage ends then, if it is sooner")
     parser.add_argument("--first", type=int, default=0, help="number of the first batch")
     parser.add_argument("--resume", type=Path, help="weights.safetensors of an earlier stage")
+    parser.add_argument(
+        "--towers", action="store_true", help="with pictures and sounds, after text alone"
+    )
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a batch")
     parser.add_argument("--seed", type=int, default=0)

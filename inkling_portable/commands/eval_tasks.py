@@ -456,6 +456,9 @@ def _facts(case: Case) -> list[str]:
         return [text.rsplit("=", 1)[1]]
     if text.endswith("is left"):
         return [text.split(" ", 1)[0]]
+    for opening in ("the shape is ", "it is at the ", "it is note "):
+        if text.startswith(opening):
+            return [text.removeprefix(opening)]
     if case.task == "tool result":
         (call,) = case.messages[-3]["tool_calls"]
         return [*_values(call["function"]["arguments"]), *_values(case.messages[-2]["content"])]

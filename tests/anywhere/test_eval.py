@@ -77,8 +77,9 @@ def test_no_question_occurs_in_training() -> None:
                 assert json.dumps(held_out.messages[-1]) not in seen
     planted = {tasks.secret(rng, "train") for _ in range(3000)}
     assert planted.isdisjoint(tasks.secret(rng, "eval") for _ in range(3000))
-    ids, weights = batch(0, 3, 512)
-    assert ids.shape == weights.shape == (3, 512) and set(weights.flat) > {0.0, 1.0}
+    made = batch(0, 3, 512)
+    assert made.ids.shape == made.weights.shape == (3, 512)
+    assert set(made.weights.flat) > {0.0, 1.0}
 
 
 def test_the_written_tokenizer_cuts_as_the_trainer_does(tmp_path: Path) -> None:
