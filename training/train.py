@@ -17,10 +17,11 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ from torch.nn import functional as F
 
 from training import conversations, measure, nano
 from training.batched import BatchedInkling, Media
+
+T = TypeVar("T")
 
 KINDS = ((128, False), (256, False), (512, False), (nano.MAX_LENGTH, False), (128, True))
 """Row length of a batch, and whether its rows have pictures and sounds."""
@@ -93,6 +96,19 @@ class Producers:
     def close(self) -> None:
         for process in self.processes:
             process.kill()
+
+
+def echoed(source: Iterable[T], times: int, kept: int = 64) -> Iterator[T]:
+    """Each new batch, and after it `times - 1` of the last `kept` ones by lot.
+
+    A GPU learns faster than a few processor cores make batches.
+    """
+    lot, recent = random.Random(0), deque[T](maxlen=kept)
+    for batch in source:
+        yield batch
+        for _ in range(times - 1 if recent else 0):
+            yield lot.choice(recent)
+        recent.append(batch)
 
 
 # --- one step -------------------------------------------------------------------------------------
@@ -284,7 +300,9 @@ def _train(
         found = measure.measure(model, asked, nano.DEPTHS)
         note(step, right={task: round(share, 4) for task, share in found.items()})
 
-    note(0, options={k: str(v) for k, v in vars(options).items()}, torch=torch.__version__)
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    given = {k: str(v) for k, v in vars(options).items()}
+    note(0, options=given, torch=torch.__version__, gpu=gpu)
     if options.graph:
         for length, media in KINDS:
             if options.towers or not media:
@@ -293,15 +311,15 @@ def _train(
     losses: list[list[float]] = []
     told = saved = time.monotonic()
     step = tokens = 0
-    for batch in producers:
+    for inputs in echoed(map(send, producers), options.times):
         now = time.monotonic()
         passed = (now - started) / (options.minutes * 60)
         done = max(passed, step / options.steps) if options.steps else passed
         if passed >= 1 or done >= 1:
             break
         learner.rate.fill_(rate(step / options.steps if options.steps else done, options.rate))
-        run(send(batch))
-        step, tokens = step + 1, tokens + batch.ids.size
+        run(inputs)
+        step, tokens = step + 1, tokens + inputs[0].numel()
         if step % 25 == 0 or step < 10:
             losses.append(learner.report.tolist())
             if not np.isfinite(losses[-1]).all():
@@ -331,6 +349,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a batch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--times", type=int, default=1, help="times that a batch is learnt from")
     parser.add_argument("--questions", type=int, default=128, help="held-out cases per task")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between measurements")
     parser.add_argument("--device", default="cuda")

@@ -1,7 +1,8 @@
 """`inkling-portable eval`: how often a served model answers right, with counts and intervals.
 
-Asks portable-nano's questions, or needles in haystacks up to the context limit, or tool calls, of
-any OpenAI-compatible server, or of a checkpoint folder that it serves for that time.
+Asks portable-nano's questions, or needles in haystacks up to the context limit, or tool calls, or
+about pictures and sounds, of any OpenAI-compatible server, or of a checkpoint folder that it serves
+for that time: portable-nano itself, when none is named.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from inkling_portable.commands import eval_media as media
 from inkling_portable.commands import eval_tasks as tasks
 from inkling_portable.commands._server import Server, ServerError, memory_arguments
+from inkling_portable.commands.eval_words import PORTABLE_NANO
 
-SUITES = ("nano", "niah", "tools")
+SUITES = ("nano", "niah", "tools", *media.SUITES)
 SERVE_ARGUMENTS = [
     *("--tokenizer-mode", "inkling"),
     *("--reasoning-parser", "inkling"),
@@ -115,7 +118,11 @@ class Client:
 
 def task_questions(names: Sequence[str], count: int, seed: int) -> list[Question]:
     """`count` questions of each task."""
-    return [Question(name, tasks.case(name, i, seed)) for name in names for i in range(count)]
+    return [
+        Question(name, (tasks.case if name in tasks.TASKS else media.case)(name, i, seed))
+        for name in names
+        for i in range(count)
+    ]
 
 
 def needle_questions(client: Client, count: int, seed: int, limit: int) -> list[Question]:
@@ -138,6 +145,11 @@ def needle_questions(client: Client, count: int, seed: int, limit: int) -> list[
             case = tasks.needle(rng, sentences, depth)
             questions.append(Question(f"needle in {length:,} tokens", case))
     return questions
+
+
+def wanted_share(row: str) -> float:
+    """What portable-nano is held to in a row, 0 where nothing is."""
+    return media.WANTED if row in media.TASKS else tasks.THRESHOLDS.get(row, 0.0)
 
 
 def stated(row: str) -> str:
@@ -186,7 +198,7 @@ def evaluate(
             right = tasks.is_right(question.case, answer)
         row.right += right
         if not right:
-            last = question.case.asked[-1]["content"][-200:]
+            last = str(question.case.asked[-1]["content"])[-200:]
             wrong.append({"task": question.row, "asked": last, "wanted": question.case.wanted,
                           "found": found})  # fmt: skip
         show()
@@ -259,10 +271,12 @@ def run(options: argparse.Namespace) -> int:
             questions += needle_questions(client, options.count, options.seed, limit)
         if "tools" in suites:
             questions += task_questions(tasks.TOOL_TASKS, options.count, options.seed)
+        for suite in set(suites) & set(media.SUITES):
+            questions += task_questions(media.SUITES[suite], options.count, options.seed)
 
         def asked(row: str) -> str:
-            share = tasks.THRESHOLDS.get(row)
-            return stated(row) if options.real or share is None else f">= {share:.0%}"
+            share = wanted_share(row)
+            return stated(row) if options.real or not share else f">= {share:.0%}"
 
         bar = tqdm(
             total=len(questions), unit="prompt", mininterval=1 if sys.stderr.isatty() else 20
@@ -275,7 +289,7 @@ def run(options: argparse.Namespace) -> int:
     below = [
         row.task
         for row in rows
-        if not options.real and row.right < tasks.THRESHOLDS.get(row.task, 0) * row.asked
+        if not options.real and row.right < wanted_share(row.task) * row.asked
     ]
     for name in below:
         print(f"{name}: below what is wanted")
@@ -302,7 +316,10 @@ def main(argv: list[str]) -> int:
         prog="inkling-portable eval", description=__doc__,
         epilog="What follows -- goes to `vllm serve` when a folder is served.",
     )  # fmt: skip
-    parser.add_argument("target", metavar="DIR|URL", help="checkpoint folder or server")
+    parser.add_argument(
+        "target", metavar="DIR|URL", nargs="?", default=str(PORTABLE_NANO),
+        help="checkpoint folder or server; portable-nano if left out",
+    )  # fmt: skip
     parser.add_argument("--suite", choices=SUITES, default="nano")
     parser.add_argument(
         "--real", action="store_true",

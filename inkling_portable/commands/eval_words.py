@@ -7,7 +7,11 @@ before it, and everything else is bytes. The tasks in `eval_tasks.py` use no oth
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
+
+PORTABLE_NANO = Path(__file__).parents[1] / "portable_nano"
+"""The checkpoint that comes with this package."""
 
 COLOURS = ("red", "green", "blue", "yellow", "white", "black", "pink", "grey")
 ADJECTIVES = (*COLOURS, "tiny", "brave", "calm", "lazy", "loud", "shy", "wild", "young",

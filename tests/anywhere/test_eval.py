@@ -13,11 +13,13 @@ import pytest
 from scipy.stats import binomtest
 
 from inkling_portable.commands import eval as command
+from inkling_portable.commands import eval_media
 from inkling_portable.commands import eval_tasks as tasks
 from training.conversations import Transcript, batch, case_ids
 from training.tokenizer import encode, special_ids, vocabulary_size, write
 
 CASES = [tasks.case(task, index) for task in tasks.TASKS for index in range(12)]
+CASES += [eval_media.case(task, index) for task in eval_media.TASKS for index in range(4)]
 
 
 def as_answer(message: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +90,8 @@ def test_the_written_tokenizer_cuts_as_the_trainer_does(tmp_path: Path) -> None:
     write(tmp_path, 100)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == vocabulary_size()
-    texts = [m["content"] for case in CASES for m in case.messages if m.get("content")]
+    texts = [m["content"] for case in CASES for m in case.messages]
+    texts = [text for text in texts if isinstance(text, str)]
     texts += [json.dumps(case.tools, separators=(",", ":")) for case in CASES]
     texts += ["Übergrößen, naïve: 12.5 %\n\n  x", "", " the  secret"]
     for text in texts:
@@ -172,9 +175,10 @@ def serve() -> Iterator[Callable[[Reply], str]]:
 
 def knows_everything(count: int, seed: int = 1) -> Reply:
     known = {}
-    for task in tasks.TASKS:
+    for task in (*tasks.TASKS, *eval_media.TASKS):
         for i in range(count):
-            case = tasks.case(task, i, seed)
+            (question,) = command.task_questions([task], i + 1, seed)[i:]
+            case = question.case
             known[json.dumps(case.asked)] = case.wanted
     return lambda asked: {"role": "assistant", **known[json.dumps(asked["messages"])]}
 
@@ -191,6 +195,8 @@ def test_all_right(
     assert [row["task"] for row in report["rows"]] == list(tasks.TASKS)
     assert all(row["right"] == row["asked"] == 3 for row in report["rows"])
     assert report["wrong"] == []
+    assert command.main([url, "--count", "3", "--suite", "vision"]) == 0
+    assert re.search(r"place of a shape +3/3 .*>= 95%", capsys.readouterr().out)
 
 
 def test_some_wrong(serve: Callable[[Reply], str], capsys: pytest.CaptureFixture[str]) -> None:

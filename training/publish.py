@@ -1,0 +1,70 @@
+"""Makes the checkpoint folder from what stages of training left behind.
+
+`python -m training.publish FOLDER STAGE...`, each STAGE a folder that `training.train` wrote, in
+order. The weights are those of the last stage. Beside them: curves.csv (every measurement on
+held-out questions) and training.json (options and speed of each stage).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from training import nano
+
+
+def entries(stage: Path) -> list[dict[str, Any]]:
+    """The log of the stage's last run."""
+    lines = [json.loads(line) for line in (stage / "log.jsonl").read_text().splitlines()]
+    starts = [i for i, line in enumerate(lines) if "options" in line]
+    return lines[starts[-1] :]
+
+
+def summary(log: list[dict[str, Any]]) -> dict[str, Any]:
+    """Options, length and result of one stage."""
+    options = {k: v for k, v in log[0]["options"].items() if k not in ("out", "device")}
+    if options["resume"] != "None":
+        options["resume"] = "the stage before"
+    losses = [line for line in log if "losses" in line]
+    return {
+        "options": options,
+        "torch": log[0]["torch"],
+        "gpu": log[0].get("gpu"),
+        "steps": log[-1]["step"],
+        "seconds": log[-1]["seconds"],
+        "tokens": losses[-1].get("tokens"),
+        "losses of trunk and depths": losses[-1]["losses"][:-1],
+        "right": [line["right"] for line in log if "right" in line][-1],
+    }
+
+
+def curves(logs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row a measurement: stage, step, seconds, and the share of right answers by task."""
+    return [
+        {"stage": stage, "step": line["step"], "seconds": line["seconds"], **line["right"]}
+        for stage, log in enumerate(logs, start=1)
+        for line in log
+        if "right" in line
+    ]
+
+
+def main(argv: list[str]) -> int:
+    folder, *stages = map(Path, argv)
+    logs = [entries(stage) for stage in stages]
+    nano.write(folder, nano.read_single(stages[-1] / "weights.safetensors"))
+    (folder / "training.json").write_text(
+        json.dumps([summary(log) for log in logs], indent=2) + "\n"
+    )
+    rows = curves(logs)
+    with (folder / "curves.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[-1]), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
