@@ -226,7 +226,7 @@ def image_patches(
     # A row of patches at a time, for the float32 copy of a large picture would be gigabytes, and
     # flat, for broadcasting over three channels costs numpy as much as the arithmetic.
     line, wide = columns * patch, 3 * size[0]
-    mean, std = (np.tile(np.float32(x), line) for x in (settings.mean, settings.std))
+    mean, std = (np.tile(np.array(x, np.float32), line) for x in (settings.mean, settings.std))
     out = torch.empty(rows, columns, patch, patch, 3, dtype=torch.float32)
     cells = out.numpy()
     band = np.empty((patch, 3 * line), dtype=np.float32)

@@ -289,7 +289,7 @@ def test_audio_settings_follow_the_files():
 
 
 def test_time_for_a_4k_photo():
-    """150 ms of one core for 3840x2160 pixels; the bound is double, for a machine with neighbours."""
+    """150 ms of one core for 3840x2160 pixels; the bound is double, for a busy machine."""
     pixels = np.random.default_rng(0).integers(0, 256, (2160, 3840, 3), dtype=np.uint8)
     photo, settings = Image.fromarray(pixels), ImageSettings()
     threads = torch.get_num_threads()

@@ -192,9 +192,7 @@ def test_another_source_is_tested_anew(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\x00", b'{"swiglu=good": 3}', b"7"])
-def test_a_damaged_cache_is_as_good_as_none(
-    content: bytes, kernels: Callable[..., None]
-) -> None:
+def test_a_damaged_cache_is_as_good_as_none(content: bytes, kernels: Callable[..., None]) -> None:
     kernels("good")
     path = self_test.cache_file()
     path.parent.mkdir(parents=True)
