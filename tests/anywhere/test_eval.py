@@ -154,7 +154,7 @@ def serve() -> Iterator[Callable[[Reply], str]]:
                     self.send(500, {"error": {"message": "broken"}})
                     return
                 choice = {"index": 0, "finish_reason": "stop", "message": message}
-                tokens = sum(len(encode(m["content"] or "")) for m in asked["messages"])
+                tokens = sum(len(encode(str(m["content"] or ""))) for m in asked["messages"])
                 usage = {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens}
                 self.send(200, {"id": "x", "object": "chat.completion", "created": 0,
                                 "model": "stub", "choices": [choice], "usage": usage})  # fmt: skip
