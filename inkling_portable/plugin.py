@@ -118,6 +118,14 @@ def _register_chat() -> None:
 OWN_QUANTISATION = "inkling_portable"
 
 
+def own_quantisation() -> Any:
+    """A config of the class that `_register_quantisation` makes."""
+    _register_quantisation()
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    return get_quantization_config(OWN_QUANTISATION)()
+
+
 def _register_quantisation() -> None:
     """On a CPU, have vLLM take the block of a quantised Inkling as ours, in any precision.
 
@@ -165,6 +173,9 @@ def _register_quantisation() -> None:
 
         def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> None:
             return None
+
+        def __reduce__(self) -> Any:
+            return own_quantisation, ()  # to the engine's processes
 
     quantization.register_quantization_config(OWN_QUANTISATION)(OwnQuantisation)
 
