@@ -27,6 +27,7 @@ from inkling_portable.model.engine import (
 )
 from inkling_portable.model.quant_layouts import Layout
 from inkling_portable.model.settings import Settings
+from inkling_portable.model.warm_up_steps import Call
 
 
 class Gate(nn.Module):
@@ -253,15 +254,26 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> (routed partial [T, H], sink partial [T, H])."""
-        logits = self.ops.gate_logits(x, self.gate.weight)
-        weights, ids, gammas = self._route(logits)
-        sinks = self.sink_experts(x, gammas)
+        logits, weights, ids, sinks = self._score(x)
         if self.own:
             return self.experts(x, weights, ids), sinks
         self._routed = (logits, weights, ids)
         routed = self.experts(hidden_states=x, router_logits=logits)
         self._routed = None
         return routed, sinks
+
+    def warm_up_calls(self) -> list[Call]:
+        """All but the routed experts by itself, if those are the engine's; then the whole."""
+        calls = [Call(lambda ids, positions, rows: self(rows), engine=not self.own)]
+        if not self.own:
+            calls.append(Call(lambda ids, positions, rows: self._score(rows)))
+        return calls
+
+    def _score(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [T, H] -> (logits, weights and ids of the chosen experts, sink partial [T, H])."""
+        logits = self.ops.gate_logits(x, self.gate.weight)
+        weights, ids, gammas = self._route(logits)
+        return logits, weights, ids, self.sink_experts(x, gammas)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.ops.route(

@@ -37,6 +37,7 @@ from inkling_portable.model.mlp import DenseMLP
 from inkling_portable.model.norm import Norm
 from inkling_portable.model.settings import Settings, settle
 from inkling_portable.model.short_conv import ATTENTION, MLP, BranchEnd, ConvState
+from inkling_portable.model.warm_up_steps import Call
 from inkling_portable.registry import reference_warnings
 
 
@@ -145,24 +146,29 @@ class InklingModel(nn.Module):
             return IntermediateTensors({"hidden_states": residual})
         return normed
 
-    def warm_up_calls(self) -> list[warm_up.Call]:
+    def warm_up_calls(self) -> list[Call]:
         """One layer of each kind, and what stands before the first; see `warm_up.warm_up`."""
         kinds = {
             (layer.attn.geometry, type(layer.mlp), norm is None): (layer, norm)
             for layer, norm in self._stage
         }
 
-        def through(layer: DecoderLayer, norm: Norm | None) -> warm_up.Call:
+        def branches(layer: DecoderLayer, norm: Norm | None) -> Call:
             def run(ids: Tensor, positions: Tensor, rows: Tensor) -> None:
-                layer(rows, rows, positions, None if norm is None else norm.weight)
+                second = rows if isinstance(layer.mlp, MoE) else None
+                layer.attn_sconv(layer.attn(rows, positions), None, rows, layer.mlp_norm.weight)
+                layer.mlp_sconv(rows, second, rows, None if norm is None else norm.weight)
 
-            return warm_up.Call(run, (layer.attn, layer.conv_state), layer.mlp)
+            return Call(run, (layer.attn, layer.conv_state))
 
         def enter(ids: Tensor, positions: Tensor, rows: Tensor) -> None:
             first = self.embed_input_ids(ids) if self.first else rows
             self.ops.rms_norm(first, self._stage[0][0].attn_norm.weight, self.eps, None)
 
-        return [warm_up.Call(enter), *(through(*kind) for kind in kinds.values())]
+        calls = [Call(enter), *(branches(*kind) for kind in kinds.values())]
+        for mlp in {type(layer.mlp): layer.mlp for layer, _ in self._stage}.values():
+            calls += mlp.warm_up_calls()
+        return calls
 
 
 class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA):
@@ -229,7 +235,7 @@ class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA
         """Hidden rows [n, H] -> logits [n, valid ids]."""
         return self.logits_processor(self.lm_head, hidden_states)
 
-    def warm_up_calls(self) -> list[warm_up.Call]:
+    def warm_up_calls(self) -> list[Call]:
         return self.model.warm_up_calls()
 
     def tower_shapes(self) -> dict[str, checkpoint.Shape]:

@@ -11,6 +11,7 @@ from inkling_portable.model.engine import (
     RowParallelLinear,
 )
 from inkling_portable.model.settings import Settings
+from inkling_portable.model.warm_up_steps import Call
 
 
 class DenseMLP(nn.Module):
@@ -40,3 +41,6 @@ class DenseMLP(nn.Module):
         """x [T, H] -> (partial [T, H], no second part)."""
         inner = self.ops.swiglu(self.gate_up_proj(x), True, None)
         return self.down_proj(inner).mul_(self.global_scale), None
+
+    def warm_up_calls(self) -> list[Call]:
+        return [Call(lambda ids, positions, rows: self(rows))]

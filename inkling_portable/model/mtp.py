@@ -27,6 +27,7 @@ from inkling_portable.model.inkling import DecoderLayer, Embedding, InklingForCa
 from inkling_portable.model.logits import InklingLogits
 from inkling_portable.model.norm import Norm
 from inkling_portable.model.settings import Settings, settle
+from inkling_portable.model.warm_up_steps import Call
 
 # Replaced by the target's modules; vLLM 0.26 looks at their weights before it does that.
 SHARED = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
@@ -111,16 +112,17 @@ class Depths(nn.Module):
         return depth(both, positions, norm)
 
     def warm_up_calls(self) -> list[warm_up.Call]:
+    def warm_up_calls(self) -> list[Call]:
         """One depth of each kind, fed with ids and with embeddings; see `warm_up.warm_up`."""
         blocks: dict[int, Any] = {int(k): d.transformer_block for k, d in self.layers.items()}
         kinds = {block.attn.geometry: step for step, block in blocks.items()}
 
-        def draft(step: int) -> warm_up.Call:
+        def draft(step: int) -> Call:
             def run(ids: Tensor, positions: Tensor, rows: Tensor) -> None:
                 self(ids, positions, rows, None, step)
                 self(ids, positions, rows, self.embed_input_ids(ids), step)
 
-            return warm_up.Call(run, (blocks[step].attn, blocks[step].conv_state))
+            return Call(run, (blocks[step].attn, blocks[step].conv_state))
 
         return [draft(step) for step in kinds.values()]
 
@@ -173,7 +175,7 @@ class InklingMTP(nn.Module, SupportsMultiModalEmbeddings):
         """Most likely valid id of every row, without gathering whole rows of logits."""
         return self.logits_processor.get_top_tokens(self.lm_head, hidden_states)
 
-    def warm_up_calls(self) -> list[warm_up.Call]:
+    def warm_up_calls(self) -> list[Call]:
         return self.model.warm_up_calls()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

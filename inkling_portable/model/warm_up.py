@@ -9,15 +9,15 @@ Nothing is written, since every row is padding; what is computed is thrown away.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from inkling_portable.compile_ahead import compiled_ahead
 from inkling_portable.model.attention import AttentionMetadata, InklingAttention
 from inkling_portable.model.engine import (
     CacheLayer,
@@ -27,90 +27,25 @@ from inkling_portable.model.engine import (
     on_accelerator,
     set_forward_context,
 )
-from inkling_portable.model.experts import MoE
 from inkling_portable.model.short_conv import ConvMetadata, ConvState
+from inkling_portable.model.warm_up_steps import (
+    Bounds,
+    Call,
+    Step,
+    steps_of_attention,
+    steps_of_layers,
+)
 
-EACH_TO = 80
-"""Up to so many rows every count runs: the tuning of small steps has most of its steps there."""
 
-
-@dataclass(frozen=True)
-class Bounds:
+def bounds_of(vllm_config: VllmConfig) -> Bounds:
     """What the engine's settings allow in one step."""
-
-    rows: int  # padding and drafts included
-    requests: int
-    fresh: int  # new tokens of a decoding request: drafts and one
-    length: int  # tokens of one request
-
-    @classmethod
-    def of(cls, vllm_config: VllmConfig) -> Bounds:
-        spec = vllm_config.speculative_config
-        return cls(
-            most_rows(vllm_config),
-            vllm_config.scheduler_config.max_num_seqs,
-            1 + ((spec.num_speculative_tokens or 0) if spec is not None else 0),
-            vllm_config.model_config.max_model_len,
-        )
-
-
-@dataclass(frozen=True)
-class Call:
-    """A part of a model: `run(ids [T], positions [T], rows [T, H])`, the two cache layers whose
-    metadata it reads, and the MLP in it, if any."""
-
-    run: Callable[[Tensor, Tensor, Tensor], Any]
-    caches: tuple[InklingAttention, ConvState] | tuple[()] = ()
-    mlp: nn.Module | None = None
-
-
-@dataclass(frozen=True)
-class Step:
-    """`requests` with up to `fresh` new tokens each, `rows` in all; none is longer than `longest`,
-    the host's bound, which a captured graph sets to the longest context that is allowed."""
-
-    rows: int
-    requests: int
-    fresh: int
-    longest: int
-
-
-def row_counts(most: int) -> list[int]:
-    """Rows of the steps that run: each small count, then powers of two and what lies between."""
-    counts = set(range(1, min(most, EACH_TO) + 1)) | {most}
-    power = 64
-    while power < most:
-        counts |= {power - 1, power, power + 1, power + power // 2}
-        power *= 2
-    return sorted(count for count in counts if count <= most)
-
-
-def geometric(first: int, last: int, factor: int) -> list[int]:
-    """first, first * factor, ... below last, and last."""
-    found = []
-    while first < last:
-        found.append(first)
-        first *= factor
-    return [*found, last]
-
-
-def steps_of_layers(bounds: Bounds) -> Iterator[Step]:
-    """One step for each row count."""
-    for rows in row_counts(bounds.rows):
-        requests = min(rows, bounds.requests)
-        yield Step(rows, requests, min(-(-rows // requests), bounds.length), bounds.length)
-
-
-def steps_of_attention(bounds: Bounds) -> Iterator[Step]:
-    """What attention plans by: requests, new tokens of the longest chunk, bound on lengths."""
-    for requests in geometric(1, bounds.requests, 2):
-        most = min(bounds.rows, bounds.length)
-        chunks = {*range(1, bounds.fresh + 1), *geometric(1, most, 2), most - most // 4}
-        for fresh in sorted(chunk for chunk in chunks if 0 < chunk <= most):
-            # A mixed step: one chunk of `fresh`, the other requests decode.
-            for rows in {min(bounds.rows, n) for n in (fresh + requests - 1, fresh * requests)}:
-                for longest in geometric(max(fresh, 512), bounds.length, 4):
-                    yield Step(rows, requests, fresh, max(fresh, longest))
+    spec = vllm_config.speculative_config
+    return Bounds(
+        most_rows(vllm_config),
+        vllm_config.scheduler_config.max_num_seqs,
+        1 + ((spec.num_speculative_tokens or 0) if spec is not None else 0),
+        vllm_config.model_config.max_model_len,
+    )
 
 
 def when_bound(model: nn.Module, vllm_config: VllmConfig) -> None:
@@ -134,14 +69,32 @@ def when_bound(model: nn.Module, vllm_config: VllmConfig) -> None:
 def warm_up(model: Any, vllm_config: VllmConfig, bounds: Bounds | None = None) -> None:
     """Launch every kernel that a step of `model` (the target or the draft) can launch.
 
-    Its `warm_up_calls()` are the parts that run.
+    Its `warm_up_calls()` are the parts that run: those that are ours alone once to compile, side by
+    side, and then all of them in earnest.
     """
     began = time.monotonic()
-    bounds, text = bounds or Bounds.of(vllm_config), model.settings.text
+    bounds = bounds or bounds_of(vllm_config)
+    calls = [call for call in model.warm_up_calls() if not call.engine or _alone(vllm_config)]
+    target = model.settings.target
+    if target.lib("triton") is not None and target.vendor != "cpu":
+        threads = max(1, min(16, (os.cpu_count() or 1) // model.settings.tp))
+        with compiled_ahead(threads):
+            _run(model, [call for call in calls if not call.engine], vllm_config, bounds)
+    _run(model, calls, vllm_config, bounds)
     device = next(model.parameters()).device
-    calls = [call for call in model.warm_up_calls() if _alone(call.mlp, vllm_config)]
+    if device.type == "cuda":
+        # What the largest steps took counts as the engine's, not as ours.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    logger.info("inkling_portable: kernels of %s are ready after %.1f s", type(model).__name__,
+                time.monotonic() - began)  # fmt: skip
+
+
+def _run(model: Any, calls: list[Call], vllm_config: VllmConfig, bounds: Bounds) -> None:
+    device = next(model.parameters()).device
+    hidden, dtype = model.settings.text.hidden_size, model.settings.dtype
     for step in steps_of_layers(bounds):
-        rows = torch.zeros(step.rows, text.hidden_size, dtype=model.settings.dtype, device=device)
+        rows = torch.zeros(step.rows, hidden, dtype=dtype, device=device)
         ids = torch.zeros(step.rows, dtype=torch.int64, device=device)
         for call in calls:
             with _step(call.caches, step, vllm_config, device):
@@ -149,12 +102,6 @@ def warm_up(model: Any, vllm_config: VllmConfig, bounds: Bounds | None = None) -
     for call in calls:
         if call.caches:
             _warm_attention(call.caches, bounds, vllm_config, device)
-    if device.type == "cuda":
-        # What the largest steps took counts as the engine's, not as ours.
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    logger.info("inkling_portable: kernels of %s are ready after %.1f s", type(model).__name__,
-                time.monotonic() - began)  # fmt: skip
 
 
 def _warm_attention(
@@ -170,12 +117,10 @@ def _warm_attention(
             layer.attend(qkvr, positions)
 
 
-def _alone(mlp: nn.Module | None, vllm_config: VllmConfig) -> bool:
-    """Whether an MLP may run here: not where other data-parallel ranks take part in it."""
+def _alone(vllm_config: VllmConfig) -> bool:
+    """Whether the engine's experts may run here: not where other data-parallel ranks take part."""
     parallel = vllm_config.parallel_config
-    return not isinstance(mlp, MoE) or (
-        parallel.data_parallel_size == 1 and not getattr(parallel, "enable_eplb", False)
-    )
+    return parallel.data_parallel_size == 1 and not getattr(parallel, "enable_eplb", False)
 
 
 def _step(

@@ -9,7 +9,7 @@ import torch
 
 from inkling_portable.model import warm_up
 from inkling_portable.model.engine import CacheLayer
-from inkling_portable.model.warm_up import Bounds
+from inkling_portable.model.warm_up_steps import Bounds, row_counts
 from tests.vllm_cpu.conftest import Engine, prompt
 
 SMALL = Bounds(rows=40, requests=8, fresh=3, length=64)
@@ -74,7 +74,7 @@ def test_every_op_of_a_step_runs_at_every_size(
 @pytest.mark.parametrize("most", [1, 5, 80, 81, 8192, 10_000])
 def test_row_counts(most: int) -> None:
     """All small ones, the largest, and nothing above it; no gap wider than half of what it is."""
-    counts = warm_up.row_counts(most)
+    counts = row_counts(most)
     assert counts[0] == 1 and counts[-1] == most and len(counts) < 130
     assert set(counts) >= set(range(1, min(most, 80) + 1))
     assert all(b - a <= max(1, a / 2 + 1) for a, b in pairwise(counts))

@@ -1,0 +1,49 @@
+"""Triton kernels compiled side by side before they are needed, instead of one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def compiled_ahead(threads: int) -> Iterator[None]:
+    """In the block, launches of this package's kernels compile in `threads` threads and do nothing
+    else; all of them are ready when it ends. Other kernels run as always.
+
+    Results of ops inside are undefined: nothing may be done with them but to pass them on to ops.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from triton import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    launch, seen = JITFunction.run, set[tuple[Any, ...]]()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if not self.fn.__module__.startswith("inkling_portable."):
+            return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
+        kind = (id(self), *map(_kind, args), *((k, _kind(v)) for k, v in kwargs.items()))
+        if kind not in seen:  # Triton would look at every one of them at length
+            seen.add(kind)
+            launch(self, *args, grid=grid, warmup=True, **kwargs)
+        return None
+
+    JITFunction.run = compile_only
+    try:
+        with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool):
+            yield
+    finally:
+        JITFunction.run = launch
+
+
+def _kind(value: Any) -> Any:
+    """What of an argument can make another kernel; finer than need be for large integers."""
+    if hasattr(value, "data_ptr"):
+        return value.dtype, value.data_ptr() % 16
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if value < 4096 else (value % 16, value >> 31)
+    if hasattr(value, "block_shape"):
+        return tuple(value.block_shape), str(value.base.dtype)
+    return value
