@@ -111,7 +111,6 @@ class Depths(nn.Module):
         norm = None if self.chain_norm is None else self.chain_norm.weight
         return depth(both, positions, norm)
 
-    def warm_up_calls(self) -> list[warm_up.Call]:
     def warm_up_calls(self) -> list[Call]:
         """One depth of each kind, fed with ids and with embeddings; see `warm_up.warm_up`."""
         blocks: dict[int, Any] = {int(k): d.transformer_block for k, d in self.layers.items()}
