@@ -26,7 +26,7 @@ from inkling_portable.model.quant_layouts import (
     decode,
 )
 
-SLAB = 1 << 21
+SLAB = 1 << 20
 """Most weights in memory at once; quantising takes about 60 bytes for each."""
 SMALLEST = torch.finfo(torch.float32).tiny
 
