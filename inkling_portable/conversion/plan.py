@@ -298,6 +298,8 @@ def _configs(
         fields = ("quant_algo", "group_size", "kv_cache_quant_algo", "exclude_modules")
         sidecar = {"producer": block["producer"],
                    "quantization": {key: block[key] for key in fields}}  # fmt: skip
+        # In config.json the engine before 0.33 reads the list under this name only.
+        block["ignore"] = block.pop("exclude_modules")
     config["quantization_config"] = block
     return config, sidecar
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inkling_portable.model import checkpoint
-from inkling_portable.model.config import InklingConfig, parse
+from inkling_portable.model.config import ConfigError, InklingConfig, parse
 from inkling_portable.model.quant_layouts import (
     CODES,
     GLOBAL,
@@ -29,6 +29,7 @@ from inkling_portable.model.quant_layouts import (
     linear_scale,
     parts,
 )
+from inkling_portable.model.weight_format import agree, read_block
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,7 +146,7 @@ def read_source(folder: Path) -> Source:
         if key and key not in allowed:
             raise ConvertError(
                 f"{weight.codes} is stored as {key}, but the quantisation block of the checkpoint "
-                f"says {', '.join(sorted(allowed)) or 'nothing'}; restore its config.json"
+                f"says {' and '.join(sorted(allowed)) or 'nothing'}; restore its config.json"
             )
     used = {f.name for weight in (*stacks, *linears) for f in weight.tensors.values()}
     rest = tuple(f for f in names.values() if f.name not in used)
@@ -173,29 +174,25 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _declared(raw: Mapping[str, Any], sidecar: Mapping[str, Any] | None) -> set[str]:
-    """Keys of the layouts that the quantisation block allows; none without a block."""
-    file, block = "config.json", raw.get("quantization_config")
+    """Keys of the layouts that the quantisation blocks allow; none without a block."""
+    block = raw.get("quantization_config")
     if block is None and isinstance(raw.get("text_config"), Mapping):
         block = raw["text_config"].get("quantization_config")
-    if block is None:
-        file, block = SIDECAR, sidecar
+    file = "config.json" if block is not None else SIDECAR
+    block = sidecar if block is None else block
     if block is None:
         return set()
-    if isinstance(block, Mapping):
-        inner = block.get("quantization", block)
-        method = str(block.get("quant_method") or ("modelopt" if inner is not block else "none"))
-        algorithm = str(inner.get("quant_algo", "")) if isinstance(inner, Mapping) else ""
-        if method.startswith("modelopt") and algorithm.upper() in ("NVFP4", "W4A16_NVFP4"):
-            return {"nvfp4/modelopt"}
-        if method in ("quark", "compressed-tensors"):
-            return {key for key, layout in LAYOUTS.items() if layout.name == method}
-        said = f"{method} {algorithm}".strip()
-    else:
-        said = repr(block)
-    raise ConvertError(
-        f"file {file} names the quantisation {said}, which is not known; convert a checkpoint in "
-        f"BF16 or in one of {', '.join(LAYOUTS)}"
-    )
+    if not isinstance(block, Mapping):
+        raise ConvertError(f"quantization_config in {file} is {block!r}; it needs to be an object")
+    try:
+        form = read_block(block).layout
+        if file == "config.json" and sidecar is not None:
+            agree(block, sidecar)
+    except ConfigError as error:
+        raise ConvertError(f"{file}: {error}") from None
+    # Releases by compressed-tensors have linear layers in FP8 beside experts in NVFP4.
+    linears = {"fp8/compressed-tensors"} if form and form.name == "compressed-tensors" else set()
+    return linears | ({form.key} if form else set())
 
 
 def _headers(

@@ -27,6 +27,7 @@ from inkling_portable.conversion.source import ConvertError, read_source
 from inkling_portable.model import quant_layouts as q
 from inkling_portable.model.config import parse
 from inkling_portable.model.loading import read_headers
+from inkling_portable.model.quant_layouts import LAYOUTS, config_block
 
 STACKS = [f"model.llm.layers.{layer}.mlp.experts.{kind}_weight"
           for layer in (2, 3) for kind in ("w13", "w2")]  # fmt: skip
@@ -248,7 +249,7 @@ def test_index_files_and_blocks(folders, key: str) -> None:
     if key == "nvfp4/modelopt":
         assert block["quant_algo"] == "W4A16_NVFP4"  # no scales of activations are known
         sidecar = json.loads((folder / "hf_quant_config.json").read_text())
-        assert sidecar["quantization"]["exclude_modules"] == block["exclude_modules"]
+        assert sidecar["quantization"]["exclude_modules"] == block["ignore"]
         assert sidecar["producer"]["name"] == "modelopt"
     with safe_open(next(folder.glob("model-*")), framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
@@ -432,11 +433,11 @@ def test_damaged_tensors(folders, tmp_path: Path, key, name, change, said) -> No
 @pytest.mark.parametrize(
     ("block", "said"),
     [
-        ({"quant_method": "awq"}, "names the quantisation awq, which"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "names the quantisation modelopt FP8"),
-        ({"quant_method": "quark"}, "is stored as nvfp4/modelopt, but"),
-        (None, "is stored as nvfp4/modelopt, but"),
-        ([4], r"names the quantisation \[4\]"),
+        ({"quant_method": "awq"}, "config.json: .* method awq is not known"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "method modelopt is not known"),
+        (config_block(LAYOUTS["mxfp4/quark"], [], []), "is stored as nvfp4/modelopt, but .* mxfp4"),
+        (None, "is stored as nvfp4/modelopt, but .* says nothing"),
+        ([4], r"quantization_config in config.json is \[4\]"),
     ],
 )
 def test_blocks_that_are_unknown_or_belong_to_other_tensors(folders, tmp_path, block, said) -> None:

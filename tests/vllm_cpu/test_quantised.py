@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from inkling_portable.commands.convert import convert
 from inkling_portable.commands.tiny import write_tiny
 from tests.vllm_cpu.conftest import Engine, Oracle, prompt
 
@@ -78,19 +79,33 @@ def make_twin(folder: Path, twin: Path) -> None:
         save_file(plain(load_file(file)), file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_equals_its_plain_twin(case: str, tmp_path: Path) -> None:
-    weights, layout = CASES[case]
-    folder = tmp_path / "quantised"
-    write_tiny(folder, dtype="float32", weights=weights, layout=layout)
-    make_twin(folder, tmp_path / "twin")
-    oracle = Oracle(tmp_path / "twin")
+def check_against_twin(folder: Path, twin: Path, case: str) -> Engine:
+    oracle = Oracle(twin)
     engine = Engine(folder, max_model_len=256)
     ids = prompt(103)
     (found,) = engine.prompt_logprobs([ids])
     oracle.answer(ids).check(found, slice(0, -1), case)
     (tokens,) = engine.greedy([ids], 12)
     oracle.assert_greedy(ids, tokens)
+    return engine
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_converted_equals_its_plain_twin(case: str, tmp_path: Path) -> None:
+    """What `convert` writes of plain weights serves, and equals what it makes of that in fp32."""
+    write_tiny(tmp_path / "plain", dtype="float32", layers=3)
+    convert(tmp_path / "plain", tmp_path / "quantised", *CASES[case])
+    convert(tmp_path / "quantised", tmp_path / "twin", "fp32")
+    check_against_twin(tmp_path / "quantised", tmp_path / "twin", case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_its_plain_twin(case: str, tmp_path: Path) -> None:
+    weights, layout = CASES[case]
+    folder = tmp_path / "quantised"
+    write_tiny(folder, dtype="float32", weights=weights, layout=layout)
+    make_twin(folder, tmp_path / "twin")
+    engine = check_against_twin(folder, tmp_path / "twin", case)
 
     def sizes(model: Any) -> list[int]:
         """Bytes of one number of every sparse layer's routed experts, times two."""

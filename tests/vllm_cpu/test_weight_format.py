@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.quark.utils import should_ignore_layer
+from vllm.model_executor.models.utils import WeightsMapper
 
 from inkling_portable.commands import tiny_quant
+from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.conversion.plan import make_plan
+from inkling_portable.conversion.source import read_source
 from inkling_portable.model.config import ConfigError
 from inkling_portable.model.quant_layouts import LAYOUTS, layout
 from inkling_portable.model.weight_format import Quantisation, agree, read_block, rounded_at_start
@@ -200,3 +207,48 @@ def test_rounding_at_start(settings: dict[str, Any], expected: str | None) -> No
             rounded_at_start(config)
     else:
         assert rounded_at_start(config) == Quantisation(expected)
+
+
+@pytest.mark.parametrize("key", LAYOUTS)
+def test_vllm_leaves_the_same_layers_plain_as_a_conversion_does(key: str, tmp_path: Path) -> None:
+    """vLLM's own matching of names, under the names that its Inkling gives to its layers."""
+    form = LAYOUTS[key]
+    write_tiny(tmp_path, layers=12, dense_mlp_idx=2, mtp_depths=0)
+    plan = make_plan(read_source(tmp_path), form.format, form.name, None)
+    assert plan.layers == tuple(range(3, 12))
+    method = "modelopt_fp4" if form.name == "modelopt" else form.name
+    theirs: Any = get_quantization_config(method).from_config(
+        copy.deepcopy(plan.config["quantization_config"])
+    )
+    theirs.packed_modules_mapping = {"qkvr": ["wq_du", "wk_dv", "wv_dv", "wr_du"]}
+    theirs.apply_vllm_mapper(
+        WeightsMapper(
+            orig_to_new_substr={".w13_dn": ".gate_up_proj", ".w2_md": ".down_proj"},
+            orig_to_new_prefix={
+                "model.llm.layers.": "model.layers.",
+                "model.llm.unembed": "lm_head",
+            },
+        )
+    )
+
+    def kept(name: str) -> bool:
+        experts = name.endswith(".mlp.experts")
+        if form.name == "modelopt":
+            return bool(theirs.is_layer_excluded(name))
+        if form.name == "quark":
+            excluded = theirs.quant_config["exclude"]
+            if experts:  # its Inkling asks for both tensors
+                return {f"{name}.w13_weight", f"{name}.w2_weight"} <= set(excluded)
+            return should_ignore_layer(name, excluded, theirs.packed_modules_mapping)
+        # Its experts ask for the first of them.
+        return (
+            theirs.get_scheme_dict(torch.nn.Linear(1, 1), f"{name}.0.w1" if experts else name)
+            is None
+        )
+
+    found = {layer: kept(f"model.layers.{layer}.mlp.experts") for layer in range(2, 12)}
+    assert found == {layer: layer == 2 for layer in range(2, 12)}
+    for layer in range(12):
+        assert kept(f"model.layers.{layer}.attn.qkvr") and kept(f"model.layers.{layer}.attn.wo_ud")
+    assert kept("model.layers.0.mlp.gate_up_proj") and kept("model.layers.1.mlp.down_proj")
+    assert kept("lm_head")
