@@ -218,7 +218,8 @@ def _table(rows: list[tuple[str, float]]) -> list[str]:
     if rows and all(math.isinf(db) for _, db in rows):
         return ["every number is what it was"]
     lines = ["SQNR in dB, of signal to what rounding changed:"]
-    for layer, found in layers.items():
+    for layer in sorted(layers, key=lambda name: (len(name), name)):
+        found = layers[layer]
         said = "  ".join(f"{name.removesuffix('_weight')} {_db(db)}" for name, db in found.items())
         lines.append(f"  layer {layer:>3}  {said}")
     return lines

@@ -271,15 +271,14 @@ class Output:
 
 @contextmanager
 def _disk(file: str, what: str) -> Iterator[None]:
-    """Says what of which file could not be written when the disk is full."""
+    """Says what of which file could not be written, and why."""
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
-            raise
+        full = "the disk is full: " if error.errno in FULL else ""
         raise ConvertError(
-            f"{what} of {file} cannot be written since the disk is full ({error.strerror}); make "
-            "room and repeat the command, which goes on from there"
+            f"{what} of {file} cannot be written ({full}{error.strerror}); mend that and repeat "
+            "the command, which goes on from there"
         ) from error
 
 

@@ -199,12 +199,21 @@ def _headers(
     folder: Path, files: list[str]
 ) -> tuple[dict[str, Found], dict[str, Mapping[str, str]]]:
     """Every tensor; the headers have been checked for form by `read_headers`."""
-    found, metadata = {}, {}
+    found: dict[str, Found] = {}
+    metadata: dict[str, Mapping[str, str]] = {}
     for file in files:
+        # The output has files of the same names beside others.
+        sound = file.endswith(".safetensors") and not file.startswith(".")
+        if not sound or not (folder / file).is_file():
+            raise ConvertError(
+                f"file {file} is named in {INDEX}, and weights need to be *.safetensors files in "
+                "the folder itself; correct the index"
+            )
         with (folder / file).open("rb") as opened:
             length = struct.unpack("<Q", opened.read(8))[0]
             header = json.loads(opened.read(length))
-        metadata[file] = header.pop("__metadata__", None) or {"format": "pt"}
+        said = header.pop("__metadata__", None)
+        metadata[file] = said if isinstance(said, dict) and said else {"format": "pt"}
         for name, entry in header.items():
             first, last = entry["data_offsets"]
             tensor = Found(name, file, entry["dtype"], tuple(entry["shape"]), 8 + length + first)
@@ -338,7 +347,13 @@ class Reader:
         buffer = bytearray(count)
         view, at = memoryview(buffer), tensor.start + offset
         while view:
-            got = os.preadv(self._open[tensor.file], [view], at)
+            try:
+                got = os.preadv(self._open[tensor.file], [view], at)
+            except OSError as error:
+                raise ConvertError(
+                    f"{tensor} cannot be read ({error.strerror}); repeat the command when its disk "
+                    "works"
+                ) from error
             if got == 0:
                 raise ConvertError(f"{tensor} is cut off; download the file again")
             view, at = view[got:], at + got

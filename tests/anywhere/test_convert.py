@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -447,6 +448,35 @@ def test_blocks_that_are_unknown_or_belong_to_other_tensors(folders, tmp_path, b
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": block}))
     with pytest.raises(ConvertError, match=said):
         convert(tmp_path / "source", tmp_path / "out", "bf16")
+
+
+@pytest.mark.parametrize("place", ["{root}/outside.safetensors", "../outside.safetensors"])
+def test_an_index_cannot_lead_out_of_the_folder(folders, tmp_path, capsys, place: str) -> None:
+    source, outside = tmp_path / "source", tmp_path / "outside.safetensors"
+    shutil.copytree(folders("source"), source)
+    shutil.move(source / "mtp.safetensors", outside)
+    before = outside.read_bytes()
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    for name in read_header(outside):
+        if name != "__metadata__":
+            index["weight_map"][name] = place.format(root=tmp_path)
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    error = run(capsys, source, tmp_path / "out", "--to", "nvfp4")
+    assert "outside.safetensors is named in model.safetensors.index.json" in error
+    assert outside.read_bytes() == before and not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fails(folders, tmp_path: Path, capsys, monkeypatch) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    arguments = (folders("source"), tmp_path / "out", "--to", "nvfp4", "--quiet")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fails)
+        assert "cannot be written (Input/output error)" in run(capsys, *arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fails)
+        assert "tensor model." in (error := run(capsys, *arguments)) and "cannot be read" in error
 
 
 def test_columns_that_blocks_do_not_divide(tmp_path: Path, capsys) -> None:
