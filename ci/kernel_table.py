@@ -5,10 +5,13 @@
 The launches are those that each chip's tuning picks on the served shapes, recorded from the ops.
 """
 
+import torch
+
 from benchmarks.small_ops_shapes import LAYERS, OPS, RANKS, arguments
 from ci.cross_compile import Launch, Report, compile_all, recorded
 from inkling_portable.backends.triton import OFFERS
 from inkling_portable.backends.triton._common import launching_for
+from inkling_portable.registry import Facts
 from inkling_portable.target import Target
 
 CHIPS = {"sm90": "h200", "sm100": "b200", "gfx942": "mi300x", "gfx950": "mi355x"}
@@ -29,6 +32,14 @@ def launches_for(chip: str) -> list[Launch]:
                     for layer in LAYERS if op == "skinny_linear" else ("qkvr",):
                         if op != "skinny_linear" or rows <= 16:
                             function(**arguments(op, rows, RANKS[name], "meta", decode, layer))
+            fixed = rows_of_table[op].under(Facts(batch_invariant=True)).load()
+            if fixed is not function:
+                fixed(**arguments(op, 16, RANKS["large-tp8-global"], "meta"))
+        for rows, decode in ROWS:
+            prep = arguments("qkvr_prep", rows, RANKS["large-tp8-global"], "meta", decode)
+            stored = torch.float8_e4m3fnuz if chip == CHIPS["gfx942"] else torch.float8_e4m3fn
+            caches = {name: prep[name].to(stored) for name in ("k_cache", "v_cache")}
+            rows_of_table["qkvr_prep"].load()(**{**prep, **caches})
     return launches
 
 

@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 Predicate = Callable[[Target, "Facts"], "str | None"]
 TABLES = ("cuda", "rocm", "engine", "triton", "reference")
+
+
+KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3")
+"""What `--kv-cache-dtype` may say: attention reads keys and values in these."""
 
 
 class SelectionError(ValueError):
@@ -147,8 +151,19 @@ class Offer:
     when: str | None = None  # "module:attribute" of a test on host integers; several rows may chain
     only_if_asked: bool = False
     note: str = ""
+    # Whether a row's result never depends on the rest of the batch; or "module:attribute" of the
+    # function for which that holds, which serves under batch invariance.
+    invariant: bool | str = False
+
+    def under(self, facts: Facts) -> Offer:
+        """The row as these facts use it."""
+        if facts.batch_invariant and isinstance(self.invariant, str):
+            return replace(self, code=self.invariant)
+        return self
 
     def refusal(self, target: Target, facts: Facts) -> str | None:
+        if facts.batch_invariant and not self.invariant:
+            return "sums in an order that depends on the batch; batch invariance needs a fixed one"
         for predicate in self.requires:
             reason = predicate(target, facts)
             if reason is not None:
@@ -168,6 +183,8 @@ def offers_in(package: str) -> Callable[..., Offer]:
         def complete(name: str) -> str:
             return f"{package}{name}" if name.startswith(".") else name
 
+        if isinstance(options.get("invariant"), str):
+            options["invariant"] = complete(options["invariant"])
         return Offer(
             op, provider, complete(code), requires, complete(when) if when else None, **options
         )
@@ -346,7 +363,7 @@ def choose(
 def _choose_one(
     name: str, target: Target, facts: Facts, asked: Mapping[str, str]
 ) -> list[Decision]:
-    rows = ordered_rows(name, target)
+    rows = [row.under(facts) for row in ordered_rows(name, target)]
     want = asked.get(name)
     if want is None and "*" in asked and any(r.provider == asked["*"] for r in rows):
         want = asked["*"]

@@ -121,16 +121,17 @@ def _is_kernel(offer: Offer) -> bool:
 
 
 class _Served(SeededDraw):
-    """Draws that prefer what is served: its dtype and head width."""
+    """Draws that prefer what is served: its dtype and head width, its 8-bit cache before those."""
 
     def __init__(self, seed: int, facts: Facts) -> None:
         import torch
 
         super().__init__(seed)
-        self._preferred = (getattr(torch, facts.dtype), facts.head_dim)
+        eight = (torch.float8_e4m3fn,) if facts.kv_dtype.startswith("fp8") else ()
+        self._preferred = (*eight, getattr(torch, facts.dtype), facts.head_dim)
 
     def choice(self, values: Sequence[T]) -> T:
-        wanted = [value for value in values if value in self._preferred]
+        wanted = [value for like in self._preferred for value in values if value == like]
         return wanted[0] if wanted else super().choice(values)
 
 
@@ -210,7 +211,8 @@ def key(offer: Offer, target: Target, facts: Facts) -> str:
     # Read as files: `explain` asks without importing torch.
     codes = (offer.code, *(row.code for row in table("reference") if row.op == offer.op))
     sources = tuple(_sources(code.partition(":")[0]) for code in codes)
-    parts = (codes, sources, str(target), __version__, facts.dtype, str(facts.head_dim))
+    parts = (codes, sources, str(target), __version__, facts.dtype, facts.kv_dtype,
+             str(facts.head_dim))  # fmt: skip
     return f"{offer.op}={offer.provider} {hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
 
 

@@ -18,6 +18,8 @@ def engine_has_experts(target: Target, facts: Facts) -> str | None:
         return "vLLM's experts for a CPU ignore the expert map of expert parallelism"
     if target.vendor == "cpu" and facts.lora:
         return "vLLM's experts under adapters need Triton kernels, which a CPU lacks"
+    if facts.batch_invariant and (target.vendor == "cpu" or facts.weights in ("nvfp4", "mxfp4")):
+        return f"vLLM's {facts.weights} experts on {target.vendor} are not batch-invariant"
     if facts.weights == "mxfp4" and target.arch == "gfx942" and facts.moe_backend == "aiter":
         return "vLLM has no AITER MXFP4 kernel for gfx942 that accepts custom routing"
     return None
@@ -26,5 +28,11 @@ def engine_has_experts(target: Target, facts: Facts) -> str | None:
 OFFERS: tuple[Offer, ...] = (
     # The name of the engine's layer, not a function: the model builds that layer when this row
     # is chosen.
-    Offer("routed_experts", "engine", "engine", (needs(vllm=">=0.26,<0.34"), engine_has_experts)),
+    Offer(
+        "routed_experts",
+        "engine",
+        "engine",
+        (needs(vllm=">=0.26,<0.34"), engine_has_experts),
+        invariant=True,
+    ),
 )

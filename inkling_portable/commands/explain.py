@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from inkling_portable import self_test
 from inkling_portable.backends.evidence import MEASURED
@@ -38,6 +38,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", choices=sorted(MODELS), default="large")
     p.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size")
     p.add_argument("--lora", action="store_true", help="adapters are enabled")
+    p.add_argument("--kv-cache-dtype", default="auto", metavar="D", help="vLLM's option")
+    p.add_argument(
+        "--batch-invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1 will be set"
+    )
     p.add_argument("--moe-backend", default="auto", metavar="B", help="vLLM's --moe-backend")
     p.add_argument(
         "--ask",
@@ -78,6 +82,8 @@ def facts_of(options: argparse.Namespace) -> Facts:
         weights=options.weights,
         tp=options.tp,
         lora=options.lora,
+        kv_dtype=options.kv_cache_dtype,
+        batch_invariant=options.batch_invariant,
         moe_backend=options.moe_backend,
     )
 
@@ -139,6 +145,7 @@ def main(argv: list[str]) -> int:
             json.dumps(
                 {
                     "target": str(target),
+                    "facts": asdict(facts),
                     "decisions": rows,
                     "warnings": warnings,
                     "self_test": None if outcome is None else str(outcome),
@@ -148,6 +155,8 @@ def main(argv: list[str]) -> int:
         )
     else:
         print(f"target {target}")
+        if facts.batch_invariant:
+            print("batch-invariant: tiles and sums do not depend on the batch")
         print("\n".join(lines(decisions)))
         if outcome is not None and (outcome.off or outcome.agreed or outcome.unknown):
             print(outcome)

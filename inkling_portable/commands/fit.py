@@ -334,10 +334,6 @@ def notes(fit: Fit) -> list[str]:
             if q.mtp
             else f"{empty:.0%} of every block stays empty"
         )
-    if q.kv_dtype == "fp8":
-        found.append(
-            "an FP8 cache is planned for here, but no kernel of this package reads one yet"
-        )
     width = q.config.text.expert_width // q.tp
     if width % expert_padding(q):
         padded = -(-width // 256) * 256

@@ -23,6 +23,7 @@ from inkling_portable.model.engine import (
     VllmConfig,
     cache_dtype,
     eager_break,
+    fp8_dtype,
     step_metadata,
 )
 from inkling_portable.model.norm import Norm
@@ -125,6 +126,8 @@ class InklingAttention(CacheLayer):
         return FullAttentionSpec(**shape)
 
     def on_bound(self, cache: Tensor) -> None:
+        if cache.dtype == torch.uint8:
+            cache = cache.view(fp8_dtype())
         tokens_first = cache.transpose(1, 2)  # [pages, page, Hkv, keys | values]
         self.keys, self.values = tokens_first.split(self.geometry.head_dim, dim=-1)
         self.ops = self.settings.ops(cache.shape[2])

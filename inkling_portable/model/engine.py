@@ -111,6 +111,7 @@ __all__ = [
     "eager_break",
     "expert_parallel_size",
     "expert_shard",
+    "fp8_dtype",
     "gather_from_ranks",
     "get_current_vllm_config",
     "get_pp_group",
@@ -233,6 +234,11 @@ class CacheBackend(AttentionBackend):
     def supports_sliding_window(cls) -> bool:
         return True
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        # Ops that cannot give it refuse, so a server that starts has it.
+        return True
+
     # The three methods below go with vLLM 0.26; later planners derive views from the spec.
 
     @classmethod
@@ -281,10 +287,16 @@ def most_rows(vllm_config: VllmConfig) -> int:
 
 
 def cache_dtype(vllm_config: VllmConfig) -> torch.dtype:
-    """Element type of keys and values (`--kv-cache-dtype`)."""
+    """Element type of a bound cache of keys and values (`--kv-cache-dtype`): bytes for FP8."""
     found: torch.dtype = kv_cache_dtype_str_to_dtype(
         vllm_config.cache_config.cache_dtype, vllm_config.model_config
     )
+    return found
+
+
+def fp8_dtype() -> torch.dtype:
+    """What the bytes of an FP8 cache are on this platform: e4m3, or e4m3fnuz on gfx942."""
+    found: torch.dtype = current_platform.fp8_dtype()
     return found
 
 

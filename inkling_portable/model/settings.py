@@ -19,7 +19,6 @@ from inkling_portable.model.config import (
 )
 from inkling_portable.model.engine import (
     VllmConfig,
-    cache_dtype,
     checkpoint_folder,
     expert_parallel_size,
     gather_from_ranks,
@@ -36,6 +35,7 @@ from inkling_portable.model.weight_format import (
     rounded_at_start,
 )
 from inkling_portable.registry import (
+    KV_DTYPES,
     MODELS,
     SETTINGS,
     Facts,
@@ -126,12 +126,7 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
     tp = get_tensor_model_parallel_world_size()
     config.text.check_tensor_parallel(tp)
     _check_drafts(vllm_config, config)
-    stored = cache_dtype(vllm_config)
-    if stored not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ConfigError(
-            "Inkling's attention needs keys and values in bfloat16, float16 or float32; found "
-            f"--kv-cache-dtype {vllm_config.cache_config.cache_dtype}; use auto"
-        )
+    _check_cache(vllm_config)
     extra = vllm_config.additional_config
     extra = extra if isinstance(extra, Mapping) else {}
     requests = parse_overrides(extra, os.environ.get("INKLING_PORTABLE"))
@@ -211,6 +206,25 @@ def _check_drafts(vllm_config: VllmConfig, config: InklingConfig) -> None:
         raise ConfigError(
             f"drafting {asked} tokens in a step needs as many MTP depths; the checkpoint has "
             f"{depths}; set num_speculative_tokens to at most {depths}"
+        )
+
+
+def _check_cache(vllm_config: VllmConfig) -> None:
+    """One type for all keys and values, with scales that are known before the first step."""
+    cache = vllm_config.cache_config
+    if cache.cache_dtype not in KV_DTYPES:
+        raise ConfigError(
+            "Inkling's attention needs keys and values in bfloat16, float16, float32 or fp8 "
+            f"(e4m3); found --kv-cache-dtype {cache.cache_dtype}; use auto or fp8"
+        )
+    if getattr(cache, "kv_cache_dtype_skip_layers", None):
+        raise ConfigError(
+            "Inkling's layers need caches of one type; found --kv-cache-dtype-skip-layers "
+            f"{' '.join(cache.kv_cache_dtype_skip_layers)}; leave it out"
+        )
+    if getattr(cache, "calculate_kv_scales", False):  # goes with the option, after vLLM 0.26
+        raise ConfigError(
+            "Inkling's 8-bit caches have scale 1; found --calculate-kv-scales; leave it out"
         )
 
 

@@ -1,12 +1,14 @@
 """Attention compiles for chips that are not here, in the configurations that tuning picks there."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 
 from ci.cross_compile import Launch, Report, compile_all, recorded
 from inkling_portable.backends.triton import rel_attention as kernel
+from inkling_portable.backends.triton import rel_attention_fixed as invariant
+from inkling_portable.backends.triton._common import launching_for
 from inkling_portable.target import Target
 
 CHIPS = {"sm90": "h200", "sm100": "b200", "gfx942": "mi300x", "gfx950": "mi355x"}
@@ -20,20 +22,32 @@ WIDE_LOAD = {"sm": r"cp\.async\.cg\.shared\.global|ld\.global\S*\.v4|cp\.async\.
 MATRIX = {"sm": r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", "gf": r"v_mfma"}
 
 
-def launches(chip: str, page: int) -> list[Launch]:
+# A few of these calls stand for all where caches are in 8 bits, or the order of sums is fixed.
+FEW_GLOBAL, FEW_LOCAL = [GLOBAL[i] for i in (0, 3, 5)], LOCAL[:1]
+# (tokens of a page, bits of a cached number, fixed order)
+CONFIGURATIONS = [(128, 16, False), (16, 16, False), (128, 8, False), (128, 16, True)]
+
+
+def launches(chip: str, page: int, bits: int = 16, fixed: bool = False) -> list[Launch]:
     """What the op launches on `chip` for the serving shapes, on tensors without memory."""
     target, found = Target.parse(chip), []
+    eight = torch.float8_e4m3fnuz if target.arch == "gfx942" else torch.float8_e4m3fn
+    stored = eight if bits == 8 else torch.bfloat16
+    attend = invariant.rel_attention if fixed else partial(kernel.attend, target)
+    few = fixed or bits == 8
 
     def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    for kv_heads, window, calls in ((1, 0, GLOBAL), (2, 512, LOCAL)):
+    for kv_heads, window, calls in (
+        (1, 0, FEW_GLOBAL if few else GLOBAL), (2, 512, FEW_LOCAL if few else LOCAL),
+    ):  # fmt: skip
         for fresh, batch, longest in calls:
             rows, extent = fresh + batch - 1, window or 1024
-            cache_ = tensor(4096, kv_heads, page, 256).transpose(1, 2)
-            with recorded() as new:
-                kernel.attend(
-                    target, tensor(rows, 8, 128), cache_[..., :128], cache_[..., 128:],
+            cache_ = tensor(4096, kv_heads, page, 256, dtype=stored).transpose(1, 2)
+            with launching_for(target), recorded() as new:
+                attend(
+                    tensor(rows, 8, 128), cache_[..., :128], cache_[..., 128:],
                     tensor(rows, 8, extent), tensor(batch, 8192, dtype=torch.int32),
                     tensor(batch + 1, dtype=torch.int32), tensor(batch, dtype=torch.int32),
                     fresh, longest, window, 1 / 128, tensor(rows, 8, 128),
@@ -43,15 +57,15 @@ def launches(chip: str, page: int) -> list[Launch]:
 
 
 @cache
-def reports(arch: str, page: int) -> list[Report]:
-    return compile_all(launches(CHIPS[arch], page), [arch])
+def reports(arch: str, page: int, bits: int, fixed: bool) -> list[Report]:
+    return compile_all(launches(CHIPS[arch], page, bits, fixed), [arch])
 
 
-@pytest.mark.parametrize("page", [128, 16])
+@pytest.mark.parametrize(("page", "bits", "fixed"), CONFIGURATIONS)
 @pytest.mark.parametrize("arch", CHIPS)
-def test_fits_the_chip(arch: str, page: int) -> None:
+def test_fits_the_chip(arch: str, page: int, bits: int, fixed: bool) -> None:
     """No spill and no scratch on AMD, few on NVIDIA; shared memory within the chip's."""
-    for report in reports(arch, page):
+    for report in reports(arch, page, bits, fixed):
         faults = report.faults()
         if arch.startswith("sm"):
             # ptxas keeps addresses in memory that it moved out of the loop over requests, to read
@@ -61,11 +75,11 @@ def test_fits_the_chip(arch: str, page: int) -> None:
         assert not faults, faults
 
 
-@pytest.mark.parametrize("page", [128, 16])
+@pytest.mark.parametrize(("page", "bits", "fixed"), CONFIGURATIONS)
 @pytest.mark.parametrize("arch", CHIPS)
-def test_uses_matrix_units_and_wide_loads(arch: str, page: int) -> None:
-    attention = [r for r in reports(arch, page) if r.kernel.startswith("attend")]
-    assert len(attention) >= 5
+def test_uses_matrix_units_and_wide_loads(arch: str, page: int, bits: int, fixed: bool) -> None:
+    attention = [r for r in reports(arch, page, bits, fixed) if r.kernel.startswith("attend")]
+    assert len(attention) >= 3
     for report in attention:
         assert report.count(MATRIX[arch[:2]]) >= 8, report
         assert report.count(WIDE_LOAD[arch[:2]]) >= 4, report

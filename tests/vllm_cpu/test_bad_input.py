@@ -125,7 +125,7 @@ def test_kv_heads_that_do_not_split_over_ranks(
 
 
 def test_a_cache_type_that_attention_cannot_read(checkpoint: Path) -> None:
-    refused(checkpoint, "--kv-cache-dtype fp8", kv_cache_dtype="fp8")
+    refused(checkpoint, "found --kv-cache-dtype fp8_e5m2; use", kv_cache_dtype="fp8_e5m2")
 
 
 def test_too_long_a_prompt(engines: Callable[..., Engine], oracle: Oracle) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from tests import hf_oracle
 from tests.vllm_cpu.conftest import Answer, Engine, Oracle, dense, prompt
 
 # Of the text preset.
@@ -56,6 +60,32 @@ def test_next_token_and_greedy(cut: Engine, oracle: Oracle) -> None:
     answer = oracle.answer(prompt(LENGTHS[-1]))
     for length in LENGTHS:
         assert_computed(cut, answer, oracle, [prompt(length)], 6)
+
+
+def test_eight_bit_cache(
+    engines: Callable[..., Engine], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers with rounded keys and values: nearer by far than rounding moves the result."""
+    from transformers.models.inkling import modeling_inkling
+
+    plain_attention, ids = modeling_inkling.eager_attention_forward, prompt(LENGTHS[-1])
+
+    def rounding(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+                 ) -> Any:  # fmt: skip
+        key, value = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value))
+        return plain_attention(module, query, key, value, *args, **kwargs)
+
+    plain = oracle.answer(ids).double
+    monkeypatch.setattr(modeling_inkling, "eager_attention_forward", rounding)
+    rounded = hf_oracle.logits(oracle.double, ids).log_softmax(-1)
+    engine = engines(block_size=16, kv_cache_dtype="fp8", max_num_batched_tokens=48)
+    (found,) = engine.prompt_logprobs([ids])
+    moved = (rounded - plain).abs().max().item()
+    apart = (found.double() - rounded[: len(found)]).abs().max().item()
+    assert moved > 1e-3
+    # Another rounding before the 8-bit one now and then gives the neighbouring code.
+    assert apart < moved / 10
+    assert engine.on_model(lambda m: m.model.layers[0].attn.keys.dtype) == torch.float8_e4m3fn
 
 
 def test_sixteen_requests_at_once(engines: Callable[..., Engine], oracle: Oracle) -> None:

@@ -18,6 +18,17 @@ HEADS = ((1, 1), (2, 2), (4, 1), (8, 2), (8, 1), (16, 1))
 # At most this many scores exist at once on the reference path (32 MiB in float32).
 SCORE_BUDGET = 1 << 23
 TILE = 1024
+# Keys and values may be stored in eight bits. gfx942 has float8_e4m3fnuz in place of the other,
+# with half the range; a cache of it is drawn where tests ask for one.
+FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
+
+def _cache_kind(draw: Draw, dtype: torch.dtype) -> tuple[torch.dtype, float, float]:
+    """(type of the caches, k_scale, v_scale); scales belong to 8-bit caches."""
+    stored = draw.choice((dtype, FP8[0]))
+    if stored in FP8:
+        return stored, draw.choice((1.0, 0.75, 0.011)), draw.choice((1.0, 0.3, 0.01))
+    return stored, 1.0, 1.0
 
 
 def _prep_inputs(draw: Draw) -> dict[str, Any]:
@@ -27,6 +38,7 @@ def _prep_inputs(draw: Draw) -> dict[str, Any]:
     conv = draw_pages(draw, batch, page=draw.choice((4, 8, 5)), window=4, share=True)
     kv = draw_pages(draw, batch, page=draw.choice((16, 64, 128)))
     total = heads * (width + d_rel) + 2 * kv_heads * width
+    stored, k_scale, v_scale = _cache_kind(draw, dtype)
     return {
         "qkvr": poison(draw.tensor((batch.rows, total), dtype), batch),
         "k_conv": draw.tensor((kv_heads * width, taps), dtype),
@@ -41,10 +53,12 @@ def _prep_inputs(draw: Draw) -> dict[str, Any]:
         "v_state": conv.cache(draw, kv_heads, width, dtype),
         "conv_slots": conv.slots,
         "conv_sources": sources_of(batch, conv, taps),
-        "k_cache": kv.cache(draw, kv_heads, width, dtype),
-        "v_cache": kv.cache(draw, kv_heads, width, dtype),
+        "k_cache": kv.cache(draw, kv_heads, width, stored),
+        "v_cache": kv.cache(draw, kv_heads, width, stored),
         "kv_slots": kv.slots,
         "positions": batch.positions,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
     }
 
 
@@ -72,6 +86,8 @@ def qkvr_prep(
     v_cache: Tensor,
     kv_slots: Tensor,
     positions: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """From the fused projection to attention's inputs and caches (spec 2.2, steps 3 to 6).
 
@@ -81,7 +97,7 @@ def qkvr_prep(
     the conv contract. log_floor 0 turns the log-length gain off, else q and rel are multiplied by
     1 + log_alpha * ln(max((p+1)/floor, 1)).
     -> (q [T, Hq, D], rel [T, Hq, Ext]). The caches get the convolved, normed key and the convolved
-    value.
+    value, each over its scale; 8-bit caches saturate at their largest number.
     """
     rows, d_rel = qkvr.shape[0], rel_proj.shape[0]
     kv_heads, width = k_cache.shape[2], q_norm.shape[0]
@@ -98,9 +114,17 @@ def qkvr_prep(
         q, rel = (_log_gain(x, positions, log_floor, log_alpha) for x in (q, rel))
     write = kv_slots >= 0
     page, offset = kv_slots[write] // k_cache.shape[1], kv_slots[write] % k_cache.shape[1]
-    k_cache[page, offset] = k[write].to(k_cache.dtype)
-    v_cache[page, offset] = v.reshape(rows, kv_heads, width)[write].to(v_cache.dtype)
+    k_cache[page, offset] = _cached(k[write], k_scale, k_cache.dtype)
+    v_cache[page, offset] = _cached(v.view(rows, kv_heads, width)[write], v_scale, v_cache.dtype)
     return q, rel
+
+
+def _cached(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x / scale as a cache of `dtype` holds it, nearest even; scales belong to 8-bit caches."""
+    if dtype in FP8:
+        most = torch.finfo(dtype).max
+        return (acc(x) / scale).clamp(-most, most).to(dtype)
+    return x.to(dtype) if scale == 1 else (acc(x) / scale).to(dtype)
 
 
 def _log_gain(x: Tensor, positions: Tensor, floor: float, alpha: float) -> Tensor:
@@ -116,14 +140,16 @@ def _attention_inputs(draw: Draw) -> dict[str, Any]:
     window, extent = draw.choice(((0, 40), (16, 16), (0, 128), (48, 48), (48, 16), (20, 64)))
     paged = draw_pages(draw, batch, page=draw.choice((16, 64, 128)), window=window)
     shape = (batch.rows, heads, width)
+    stored, k_scale, v_scale = _cache_kind(draw, dtype)
+
+    def filled(scale: float) -> Tensor:
+        cache = paged.cache(draw, kv_heads, width, stored)
+        return _filled(cache, scale, paged.pages, batch.kv_lens)
+
     return {
         "q": poison(draw.tensor(shape, dtype), batch),
-        "k_cache": _poison_unused(
-            paged.cache(draw, kv_heads, width, dtype), paged.pages, batch.kv_lens
-        ),
-        "v_cache": _poison_unused(
-            paged.cache(draw, kv_heads, width, dtype), paged.pages, batch.kv_lens
-        ),
+        "k_cache": filled(k_scale),
+        "v_cache": filled(v_scale),
         "rel": poison(draw.tensor((batch.rows, heads, extent), dtype), batch),
         "pages": paged.pages,
         "q_starts": batch.q_starts,
@@ -133,17 +159,26 @@ def _attention_inputs(draw: Draw) -> dict[str, Any]:
         "window": window,
         "scale": 1 / width,
         "out": torch.full(shape, float("nan"), dtype=dtype),
+        "k_scale": k_scale,
+        "v_scale": v_scale,
     }
 
 
-def _poison_unused(cache: Tensor, pages: Tensor, kv_lens: Tensor) -> Tensor:
-    """NaN in every cache row that no request owns, null page and last page's tail included."""
+def _filled(cache: Tensor, scale: float, pages: Tensor, kv_lens: Tensor) -> Tensor:
+    """Numbers over their scale, and NaN in every row that no request owns.
+
+    Those are the null page and the last pages' tails too.
+    """
+    if scale != 1:
+        most = torch.finfo(cache.dtype).max
+        cache.copy_((cache.float() / scale).clamp(-most, most))
     used = torch.zeros(cache.shape[:2], dtype=torch.bool)
     for table, length in zip(pages.tolist(), kv_lens.tolist(), strict=True):
         for i, page in enumerate(table):
             used[page, : max(0, min(cache.shape[1], length - i * cache.shape[1]))] = True
     used[0] = False
-    cache[~used] = float("nan")
+    spare = cache[~used]
+    cache[~used] = torch.full(spare.shape, float("nan")).to(cache.dtype)
     return cache
 
 
@@ -161,6 +196,8 @@ def rel_attention(
     window: int,
     scale: float,
     out: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Causal attention over paged keys, with a learnt bias on near distances (spec 2.2).
 
@@ -168,8 +205,10 @@ def rel_attention(
     pages [B, P] int32; q_starts [B + 1] int32; kv_lens [B] int32, new tokens included; max_q and
     max_kv bound a request's new tokens and its length. window 0 means no window, else keys at
     distance 0 .. window-1 are visible and older pages may be freed. The bias is added after
-    scaling, and is 0 beyond the extent. Rows past q_starts[B] get 0.
+    scaling, and is 0 beyond the extent. Rows past q_starts[B] get 0. Caches have the type of q or
+    one of FP8, whose numbers times k_scale and v_scale are the keys and values.
     """
+    factors = scale * k_scale, v_scale
     starts, lengths = q_starts.tolist(), kv_lens.tolist()
     alone = [b for b in range(len(lengths)) if starts[b + 1] - starts[b] == 1]
     step = max(1, SCORE_BUDGET // max(1, q.shape[1] * max(lengths, default=0)))
@@ -183,7 +222,7 @@ def rel_attention(
         delta = (last[:, None] - low[:, None] - span)[:, None]
         rows = [starts[b] for b in chosen]
         keys, values = (_gather(c, pages[chosen], positions) for c in (k_cache, v_cache))
-        mixed = _attend(q[rows][:, None], keys, values, rel[rows][:, None], delta, window, scale)
+        mixed = _attend(q[rows][:, None], keys, values, rel[rows][:, None], delta, window, *factors)
         out[rows] = mixed[:, 0]
     for b, length in enumerate(lengths):
         first, stop = starts[b], starts[b + 1]
@@ -206,7 +245,7 @@ def rel_attention(
             delta = queries[:, None] - positions[seen][far:]
             out[row:end] = _attend(
                 q[None, row:end], keys[:, seen], values[:, seen], rel[None, row:end],
-                delta[None], window, scale,
+                delta[None], window, *factors,
             )[0]  # fmt: skip
     out[starts[-1] :] = 0
 
@@ -218,7 +257,7 @@ def _gather(cache: Tensor, tables: Tensor, positions: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, rel: Tensor, delta: Tensor, window: int,
-            scale: float) -> Tensor:  # fmt: skip
+            scale: float, v_scale: float) -> Tensor:  # fmt: skip
     """q [B, n, Hq, D]; keys, values [B, m, Hkv, D]; rel [B, n, Hq, Ext] -> [B, n, Hq, D].
 
     delta [B, n, up to m] is about the last keys; those before them are visible without a bias.
@@ -236,5 +275,5 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, rel: Tensor, delta: Tensor,
     close += bias.masked_fill_((delta < 0) | (delta >= extent), 0)
     close.masked_fill_(hidden, float("-inf"))
     weights = store(scores.softmax(-1), q)
-    mixed = acc(weights).view(batch, kv_heads, -1, weights.shape[-1]) @ values
+    mixed = (acc(weights).view(batch, kv_heads, -1, weights.shape[-1]) @ values) * v_scale
     return store(mixed.view(batch, heads, rows, width).transpose(1, 2), q)

@@ -1,6 +1,6 @@
 """Offers of the triton backend: one set of kernels for both vendors and for the CPU interpreter."""
 
-from inkling_portable.registry import Facts, Offer, needs, offers_in
+from inkling_portable.registry import KV_DTYPES, Facts, Offer, Predicate, needs, offers_in
 from inkling_portable.target import Target
 
 
@@ -15,8 +15,13 @@ def attention(target: Target, facts: Facts) -> str | None:
     """What rel_attention's kernels do not serve."""
     if 0 < facts.page_size < 16:
         return f"needs pages of at least 16 tokens; asked is {facts.page_size}"
-    if facts.batch_invariant:
-        return "splits keys by the whole batch's lengths; batch invariance needs a fixed split"
+    return None
+
+
+def two_ranks(target: Target, facts: Facts) -> str | None:
+    """Two numbers have one sum; of more, the collective library chooses the order."""
+    if facts.batch_invariant and facts.tp > 2:
+        return f"sums over {facts.tp} ranks in no fixed order; batch invariance needs tp 1 or 2"
     return None
 
 
@@ -32,36 +37,35 @@ def whole_blocks(target: Target, facts: Facts) -> str | None:
 triton = needs(triton=">=3.6")
 offer = offers_in(__name__)
 
+kv = needs(kv_dtype=KV_DTYPES)
+
+
+def steady(op: str, code: str) -> Offer:
+    """A row whose kernels give a token the same bits in every batch."""
+    return offer(op, "triton", code, accelerator, triton, invariant=True)
+
+
+def varying(op: str, code: str, *requires: Predicate, fixed: str = ".invariant:") -> Offer:
+    """A row with one code for speed and one, of the op's name in the module `fixed`, for that."""
+    return offer(op, "triton", code, accelerator, triton, *requires, invariant=fixed + op)
+
+
 OFFERS: tuple[Offer, ...] = (
-    offer("rms_norm", "triton", ".norm:rms_norm", accelerator, triton),
-    offer("embed_norm", "triton", ".norm:embed_norm", accelerator, triton),
-    offer("embed_norm_chain", "triton", ".norm:embed_norm_chain", accelerator, triton),
-    offer("concat_norms", "triton", ".norm:concat_norms", accelerator, triton),
-    offer("conv_sources", "triton", ".short_conv:conv_sources", accelerator, triton),
-    offer("conv_residual_norm", "triton", ".short_conv:conv_residual_norm", accelerator, triton),
-    offer("qkvr_prep", "triton", ".qkvr_prep:qkvr_prep", accelerator, triton),
-    offer(
-        "rel_attention",
-        "triton",
-        ".rel_attention:rel_attention",
-        accelerator,
-        triton,
-        attention,
-        needs(head_dim=(16, 32, 64, 128), kv_dtype=("auto", "bfloat16", "float16", "float32")),
-    ),
-    offer("gate_logits", "triton", ".experts:gate_logits", accelerator, triton),
-    offer("route", "triton", ".experts:route", accelerator, triton),
-    offer("swiglu", "triton", ".experts:swiglu", accelerator, triton),
-    offer("sink_experts", "triton", ".experts:sink_experts", accelerator, triton),
-    offer(
-        "routed_experts",
-        "triton",
-        ".routed_experts:routed_experts",
-        accelerator,
-        triton,
-        whole_blocks,
-    ),
-    offer("skinny_linear", "triton", ".skinny_linear:skinny_linear", accelerator, triton),
-    offer("norm_gelu", "triton", ".towers:norm_gelu", accelerator, triton),
-    offer("dmel_embed_norm", "triton", ".towers:dmel_embed_norm", accelerator, triton),
-)
+    steady("rms_norm", ".norm:rms_norm"),
+    steady("embed_norm", ".norm:embed_norm"),
+    steady("embed_norm_chain", ".norm:embed_norm_chain"),
+    steady("concat_norms", ".norm:concat_norms"),
+    steady("conv_sources", ".short_conv:conv_sources"),
+    varying("conv_residual_norm", ".short_conv:conv_residual_norm", two_ranks),
+    varying("qkvr_prep", ".qkvr_prep:qkvr_prep", kv),
+    varying("rel_attention", ".rel_attention:rel_attention", attention, kv,
+            needs(head_dim=(16, 32, 64, 128)), fixed=".rel_attention_fixed:"),
+    varying("gate_logits", ".experts:gate_logits"),
+    steady("route", ".experts:route"),
+    steady("swiglu", ".experts:swiglu"),
+    varying("sink_experts", ".experts:sink_experts"),
+    varying("routed_experts", ".routed_experts:routed_experts", whole_blocks),
+    varying("skinny_linear", ".skinny_linear:skinny_linear"),
+    steady("norm_gelu", ".towers:norm_gelu"),
+    steady("dmel_embed_norm", ".towers:dmel_embed_norm"),
+)  # fmt: skip

@@ -82,6 +82,25 @@ def pdl() -> bool:
     return _dependent_launch and machine.vendor == "cuda" and int(machine.arch[2:]) >= 90
 
 
+_fixed_order = False
+
+
+@contextmanager
+def fixed_order() -> Iterator[None]:
+    """Launch the block's kernels with tiles that do not depend on how many rows there are."""
+    global _fixed_order
+    before, _fixed_order = _fixed_order, True
+    try:
+        yield
+    finally:
+        _fixed_order = before
+
+
+def order_is_fixed() -> bool:
+    """Whether tilings must be those of `fixed_order`."""
+    return _fixed_order
+
+
 def options(**chosen: Any) -> dict[str, Any]:
     """Launch options for the target: `chosen`, plus the dependent-launch flag where it is on."""
     return {**chosen, "launch_pdl": True} if pdl() else chosen

@@ -12,6 +12,7 @@ from inkling_portable.backends.triton._common import (
     check_rows,
     next_power_of_2,
     options,
+    order_is_fixed,
     pdl,
 )
 from inkling_portable.backends.triton.skinny_linear import gated_row, product
@@ -34,21 +35,9 @@ def _log_sigmoid(z):
 
 @triton.jit
 def _route_kernel(
-    logits,
-    bias,
-    global_scale,
-    weights,
-    ids,
-    gammas,
-    logits_stride,
-    route_scale,
-    E: tl.constexpr,
-    S: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EP: tl.constexpr,
-    AP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, bias, global_scale, weights, ids, gammas, logits_stride, route_scale, E: tl.constexpr,
+    S: tl.constexpr, TOP_K: tl.constexpr, EP: tl.constexpr, AP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One row. A score and its index travel as one 64-bit key, so a maximum needs one reduction.
 
     The high half orders the score's bits as integers, the low half is larger for lower indices:
@@ -103,37 +92,18 @@ def route(
     gammas = torch.empty(rows, sinks, dtype=torch.float32, device=logits.device)
     if rows:
         _route_kernel[(rows,)](
-            logits,
-            bias,
-            global_scale,
-            weights,
-            ids,
-            gammas,
-            logits.stride(0),
-            route_scale,
-            E=experts,
-            S=sinks,
-            TOP_K=top_k,
-            EP=next_power_of_2(experts),
-            AP=next_power_of_2(top_k + sinks),
-            PDL=pdl(),
-            **options(num_warps=1),
-        )
+            logits, bias, global_scale, weights, ids, gammas, logits.stride(0), route_scale,
+            E=experts, S=sinks, TOP_K=top_k, EP=next_power_of_2(experts),
+            AP=next_power_of_2(top_k + sinks), PDL=pdl(), **options(num_warps=1),
+        )  # fmt: skip
     return weights, ids, gammas
 
 
 @triton.jit
 def _swiglu_kernel(
-    gate_up,
-    weight,
-    out,
-    width,
-    stride,
-    INTERLEAVED: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    gate_up, weight, out, width, stride, INTERLEAVED: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -165,17 +135,11 @@ def swiglu(gate_up: Tensor, interleaved: bool, weight: Tensor | None) -> Tensor:
         for start in range(0, rows, 65535):
             part = gate_up[start : start + 65535]
             _swiglu_kernel[(ceil_div(width, block), part.shape[0])](
-                part,
-                None if weight is None else weight[start : start + 65535],
-                out[start : start + 65535],
-                width,
-                gate_up.stride(0),
-                INTERLEAVED=interleaved,
-                HAS_WEIGHT=weight is not None,
-                BLOCK=block,
-                PDL=pdl(),
+                part, None if weight is None else weight[start : start + 65535],
+                out[start : start + 65535], width, gate_up.stride(0), INTERLEAVED=interleaved,
+                HAS_WEIGHT=weight is not None, BLOCK=block, PDL=pdl(),
                 **options(num_warps=4 if block >= 512 else 1),
-            )
+            )  # fmt: skip
     return out
 
 
@@ -189,15 +153,17 @@ def sink_experts(x: Tensor, w13: Tensor, w2: Tensor, gammas: Tensor) -> Tensor:
     rows, (sinks, double, width) = x.shape[0], w13.shape
     inner = double // 2
     stacked = w13.reshape(sinks * double, width)
-    if rows == 1:
+    fixed = order_is_fixed()
+    if rows == 1 and not fixed:
         y = gated_row(x, stacked, gammas.contiguous(), inner)
         return product(y, w2, x.dtype, w2.stride(0), sinks)
-    if rows >= MATMUL_FROM:
+    if rows >= MATMUL_FROM and not fixed:
         gate_up = torch.matmul(x, stacked.t())
     else:
         gate_up = product(x, stacked, x.dtype)
     y = swiglu(gate_up.view(rows * sinks, double), True, gammas.reshape(-1))
     y = y.view(rows, sinks * inner)
-    if rows >= MATMUL_FROM or inner % 16:
-        return torch.matmul(y, w2.permute(1, 0, 2).reshape(width, sinks * inner).t())
+    if (rows >= MATMUL_FROM and not fixed) or inner % 16:
+        beside = w2.permute(1, 0, 2).reshape(width, sinks * inner)
+        return product(y, beside, x.dtype) if fixed else torch.matmul(y, beside.t())
     return product(y, w2, x.dtype, w2.stride(0), sinks)

@@ -21,6 +21,7 @@ from inkling_portable.backends.triton._common import (
     is_rocm,
     next_power_of_2,
     options,
+    order_is_fixed,
     pdl,
     target,
 )
@@ -44,39 +45,16 @@ def _head_norm(tile, gain, D: tl.constexpr, eps):
 
 @triton.jit
 def _kv_role(
-    block_index,
-    source,
-    weight,
-    state,
-    cache,
-    norm,
-    qkvr_stride,
-    weight_stride_c,
-    weight_stride_k,
-    state_stride_b,
-    state_stride_t,
-    state_stride_g,
-    state_stride_w,
-    cache_stride_p,
-    cache_stride_t,
-    cache_stride_h,
-    cache_stride_d,
-    conv_slots,
-    sources,
-    conv_page,
-    kv_slots,
-    kv_page,
-    rows,
-    eps,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    TAPS: tl.constexpr,
-    ITEMS: tl.constexpr,
-    PACKED: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Convolve ITEMS heads of keys or values, write their state and their cache rows."""
+    block_index, source, weight, state, cache, norm, qkvr_stride, weight_stride_c, weight_stride_k,
+    state_stride_b, state_stride_t, state_stride_g, state_stride_w, cache_stride_p, cache_stride_t,
+    cache_stride_h, cache_stride_d, conv_slots, sources, conv_page, kv_slots, kv_page, rows, eps,
+    scale, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TAPS: tl.constexpr,
+    ITEMS: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Convolve ITEMS heads of keys or values, write their state and their cache rows.
+
+    MOST is 0, or the largest number of a cache in 8 bits, which gets values over `scale`.
+    """
     item = block_index.to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
     token, head = item // HKV, item % HKV
     live = token < rows
@@ -122,27 +100,18 @@ def _kv_role(
     write = tl.maximum(kv_slot, 0)
     cell = (write // kv_page) * cache_stride_p + (write % kv_page) * cache_stride_t
     place = cell[:, None] + head[:, None] * cache_stride_h + column[None, :] * cache_stride_d
+    if MOST > 0:
+        y = y.to(tl.float32) / scale
+        every: tl.constexpr = tl.PropagateNan.ALL
+        y = tl.maximum(tl.minimum(y, MOST, propagate_nan=every), -MOST, propagate_nan=every)
     tl.store(cache + place, y.to(cache.dtype.element_ty), mask=(kv_slot >= 0)[:, None] & mask)
 
 
 @triton.jit
 def _query_role(
-    block_index,
-    qkvr,
-    norm,
-    out,
-    positions,
-    rows,
-    qkvr_stride,
-    eps,
-    log_floor,
-    log_alpha,
-    HQ: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    ITEMS: tl.constexpr,
-    LOG: tl.constexpr,
-):
+    block_index, qkvr, norm, out, positions, rows, qkvr_stride, eps, log_floor, log_alpha,
+    HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ITEMS: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
     """Norm ITEMS query heads."""
     item = block_index.to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
     token, head = item // HQ, item % HQ
@@ -160,25 +129,10 @@ def _query_role(
 
 @triton.jit
 def _relative_role(
-    tile,
-    source,
-    proj,
-    out,
-    positions,
-    rows,
-    qkvr_stride,
-    proj_stride,
-    log_floor,
-    log_alpha,
-    HQ: tl.constexpr,
-    D_REL: tl.constexpr,
-    RP: tl.constexpr,
-    EXT: tl.constexpr,
-    ITEMS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LOG: tl.constexpr,
-    EXACT_DOT: tl.constexpr,
-):
+    tile, source, proj, out, positions, rows, qkvr_stride, proj_stride, log_floor, log_alpha,
+    HQ: tl.constexpr, D_REL: tl.constexpr, RP: tl.constexpr, EXT: tl.constexpr, ITEMS: tl.constexpr,
+    COLUMNS: tl.constexpr, LOG: tl.constexpr, EXACT_DOT: tl.constexpr,
+):  # fmt: skip
     """A tile of the relative projection: ITEMS heads by COLUMNS distances."""
     across: tl.constexpr = (EXT + COLUMNS - 1) // COLUMNS
     item = (tile // across).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
@@ -209,69 +163,17 @@ def _relative_role(
 
 @triton.jit(do_not_specialize=["rows", "q_blocks", "kv_blocks"])
 def _prep_kernel(
-    qkvr,
-    k_conv,
-    v_conv,
-    q_norm,
-    k_norm,
-    rel_proj,
-    k_state,
-    v_state,
-    k_cache,
-    v_cache,
-    conv_slots,
-    conv_sources,
-    kv_slots,
-    positions,
-    q_out,
-    rel_out,
-    rows,
-    q_blocks,
-    kv_blocks,
-    conv_page,
-    kv_page,
-    qkvr_stride,
-    k_conv_stride_c,
-    k_conv_stride_k,
-    v_conv_stride_c,
-    v_conv_stride_k,
-    k_state_b,
-    k_state_t,
-    k_state_g,
-    k_state_w,
-    v_state_b,
-    v_state_t,
-    v_state_g,
-    v_state_w,
-    k_cache_p,
-    k_cache_t,
-    k_cache_h,
-    k_cache_d,
-    v_cache_p,
-    v_cache_t,
-    v_cache_h,
-    v_cache_d,
-    proj_stride,
-    eps,
-    log_floor,
-    log_alpha,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    D_REL: tl.constexpr,
-    RP: tl.constexpr,
-    EXT: tl.constexpr,
-    TAPS: tl.constexpr,
-    Q_ITEMS: tl.constexpr,
-    KV_ITEMS: tl.constexpr,
-    REL_ITEMS: tl.constexpr,
-    REL_COLUMNS: tl.constexpr,
-    PACKED: tl.constexpr,
-    LOG: tl.constexpr,
-    EXACT_DOT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkvr, k_conv, v_conv, q_norm, k_norm, rel_proj, k_state, v_state, k_cache, v_cache, conv_slots,
+    conv_sources, kv_slots, positions, q_out, rel_out, rows, q_blocks, kv_blocks, conv_page,
+    kv_page, qkvr_stride, k_conv_stride_c, k_conv_stride_k, v_conv_stride_c, v_conv_stride_k,
+    k_state_b, k_state_t, k_state_g, k_state_w, v_state_b, v_state_t, v_state_g, v_state_w,
+    k_cache_p, k_cache_t, k_cache_h, k_cache_d, v_cache_p, v_cache_t, v_cache_h, v_cache_d,
+    proj_stride, eps, log_floor, log_alpha, k_scale, v_scale, HQ: tl.constexpr, HKV: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, D_REL: tl.constexpr, RP: tl.constexpr, EXT: tl.constexpr,
+    TAPS: tl.constexpr, Q_ITEMS: tl.constexpr, KV_ITEMS: tl.constexpr, REL_ITEMS: tl.constexpr,
+    REL_COLUMNS: tl.constexpr, PACKED: tl.constexpr, LOG: tl.constexpr, EXACT_DOT: tl.constexpr,
+    MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -282,8 +184,8 @@ def _prep_kernel(
             qkvr_stride, k_conv_stride_c, k_conv_stride_k,
             k_state_b, k_state_t, k_state_g, k_state_w,
             k_cache_p, k_cache_t, k_cache_h, k_cache_d,
-            conv_slots, conv_sources, conv_page, kv_slots, kv_page, rows, eps,
-            HKV, D, DP, TAPS, KV_ITEMS, PACKED, True,
+            conv_slots, conv_sources, conv_page, kv_slots, kv_page, rows, eps, k_scale,
+            HKV, D, DP, TAPS, KV_ITEMS, PACKED, True, MOST,
         )  # fmt: skip
     elif index < 2 * kv_blocks:
         _kv_role(
@@ -291,8 +193,8 @@ def _prep_kernel(
             qkvr_stride, v_conv_stride_c, v_conv_stride_k,
             v_state_b, v_state_t, v_state_g, v_state_w,
             v_cache_p, v_cache_t, v_cache_h, v_cache_d,
-            conv_slots, conv_sources, conv_page, kv_slots, kv_page, rows, eps,
-            HKV, D, DP, TAPS, KV_ITEMS, PACKED, False,
+            conv_slots, conv_sources, conv_page, kv_slots, kv_page, rows, eps, v_scale,
+            HKV, D, DP, TAPS, KV_ITEMS, PACKED, False, MOST,
         )  # fmt: skip
     elif index < 2 * kv_blocks + q_blocks:
         _query_role(
@@ -313,7 +215,7 @@ def tiling(rows: int, heads: int, extent: int) -> tuple[int, int, int, int, int]
     Few rows: small blocks, so that every unit has work. Many rows: blocks that fill a program.
     """
     columns = min(128, next_power_of_2(extent))
-    if rows * heads > 16 * compute_units():
+    if order_is_fixed() or rows * heads > 16 * compute_units():
         if target().vendor == "cpu":  # the interpreter pays by the operation, not by its size
             return 64, 32, 64, columns, 4
         return 16, 4, 64, columns, 4
@@ -338,6 +240,8 @@ def qkvr_prep(
     v_cache: Tensor,
     kv_slots: Tensor,
     positions: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
     check_rows("qkvr_prep", qkvr=qkvr, q_norm=q_norm, k_norm=k_norm, rel_proj=rel_proj,
@@ -350,6 +254,12 @@ def qkvr_prep(
         raise ValueError(f"qkvr_prep: qkvr has {qkvr.shape[1]} columns, which no head count of "
                          f"width {width} + {d_rel} gives with {kv_heads} kv heads; pass q, k, v, r "
                          "in this order")  # fmt: skip
+    if k_cache.dtype != v_cache.dtype:
+        raise ValueError("qkvr_prep: keys and values need caches of one type; found "
+                         f"{k_cache.dtype} and {v_cache.dtype}")  # fmt: skip
+    if k_cache.dtype.itemsize > 1 and (k_scale, v_scale) != (1, 1):
+        raise ValueError(f"qkvr_prep: scales need 8-bit caches; found {k_scale:g} and {v_scale:g} "
+                         f"for {k_cache.dtype}")  # fmt: skip
     if k_state.shape[1] != v_state.shape[1] or k_cache.shape[1] != v_cache.shape[1]:
         raise ValueError("qkvr_prep: keys and values need one page size in each cache group; found "
                          f"{k_state.shape[1]} and {v_state.shape[1]} for states, "
@@ -364,54 +274,17 @@ def qkvr_prep(
     kv_blocks = ceil_div(rows * kv_heads, kv_items)
     rel_blocks = ceil_div(rows * heads, rel_items) * ceil_div(extent, rel_columns)
     _prep_kernel[(2 * kv_blocks + q_blocks + rel_blocks,)](
-        qkvr,
-        k_conv.view(torch.int64) if packed else k_conv,
-        v_conv.view(torch.int64) if packed else v_conv,
-        q_norm,
-        k_norm,
-        rel_proj,
-        k_state,
-        v_state,
-        k_cache,
-        v_cache,
-        conv_slots,
-        conv_sources,
-        kv_slots,
-        positions,
-        q,
-        rel,
-        rows,
-        q_blocks,
-        kv_blocks,
-        k_state.shape[1],
-        k_cache.shape[1],
-        qkvr.stride(0),
-        *k_conv.stride(),
-        *v_conv.stride(),
-        *k_state.stride(),
-        *v_state.stride(),
-        *k_cache.stride(),
-        *v_cache.stride(),
-        rel_proj.stride(0),
-        eps,
-        log_floor,
-        log_alpha,
-        HQ=heads,
-        HKV=kv_heads,
-        D=width,
-        DP=next_power_of_2(width),
-        D_REL=d_rel,
-        RP=max(16, next_power_of_2(d_rel)),
-        EXT=extent,
-        TAPS=k_conv.shape[1],
-        Q_ITEMS=q_items,
-        KV_ITEMS=kv_items,
-        REL_ITEMS=rel_items,
-        REL_COLUMNS=rel_columns,
-        PACKED=packed,
-        LOG=log_floor > 0,
-        EXACT_DOT=qkvr.dtype == torch.float32,
-        PDL=pdl(),
+        qkvr, k_conv.view(torch.int64) if packed else k_conv,
+        v_conv.view(torch.int64) if packed else v_conv, q_norm, k_norm, rel_proj, k_state, v_state,
+        k_cache, v_cache, conv_slots, conv_sources, kv_slots, positions, q, rel, rows, q_blocks,
+        kv_blocks, k_state.shape[1], k_cache.shape[1], qkvr.stride(0), *k_conv.stride(),
+        *v_conv.stride(), *k_state.stride(), *v_state.stride(), *k_cache.stride(),
+        *v_cache.stride(), rel_proj.stride(0), eps, log_floor, log_alpha, k_scale, v_scale,
+        HQ=heads, HKV=kv_heads, D=width, DP=next_power_of_2(width), D_REL=d_rel,
+        RP=max(16, next_power_of_2(d_rel)), EXT=extent, TAPS=k_conv.shape[1], Q_ITEMS=q_items,
+        KV_ITEMS=kv_items, REL_ITEMS=rel_items, REL_COLUMNS=rel_columns, PACKED=packed,
+        LOG=log_floor > 0, EXACT_DOT=qkvr.dtype == torch.float32,
+        MOST=torch.finfo(k_cache.dtype).max if k_cache.dtype.itemsize == 1 else 0, PDL=pdl(),
         **options(num_warps=warps),
-    )
+    )  # fmt: skip
     return q, rel

@@ -20,6 +20,7 @@ from inkling_portable.target import Target
 
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
 @functools.cache
@@ -45,14 +46,17 @@ def rel_attention(
     window: int,
     scale: float,
     out: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """The contract of the same name (backends/reference/attention.py).
 
     Raises ValueError, naming the argument, for shapes and types that the kernels do not serve.
     """
     attend(
-        None, q, k_cache, v_cache, rel, pages, q_starts, kv_lens, max_q, max_kv, window, scale, out
-    )
+        None, q, k_cache, v_cache, rel, pages, q_starts, kv_lens, max_q, max_kv, window, scale, out,
+        k_scale, v_scale,
+    )  # fmt: skip
 
 
 def attend(
@@ -69,6 +73,8 @@ def attend(
     window: int,
     scale: float,
     out: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """rel_attention with a given plan, or with the plan of a given machine; None: of this one."""
     _check(q, k_cache, v_cache, rel, pages, q_starts, kv_lens, window, out)
@@ -80,7 +86,7 @@ def attend(
     shape = describe(q, k_cache, v_cache, rel, kv_lens, max_q, max_kv, window)
     if not isinstance(plan, Plan):
         plan = _plan(plan or _this_machine(), shape)
-    shared = (pages, q_starts, kv_lens, shape, scale, plan)
+    shared = (pages, q_starts, kv_lens, shape, scale * k_scale, v_scale, plan)
     if plan.few is not None:
         _launch_split(plan.few, q, k_cache, v_cache, rel, out, *shared)
     if plan.many is not None:
@@ -102,7 +108,8 @@ def describe(
 
 def _launch_split(
     tiles: Split, q: Tensor, k_cache: Tensor, v_cache: Tensor, rel: Tensor, out: Tensor,
-    pages: Tensor, q_starts: Tensor, kv_lens: Tensor, shape: Shape, scale: float, plan: Plan,
+    pages: Tensor, q_starts: Tensor, kv_lens: Tensor, shape: Shape, scale: float, gain: float,
+    plan: Plan,
 ) -> None:  # fmt: skip
     part = torch.empty(
         (2 * tiles.programs, tiles.m, shape.width), dtype=torch.float32, device=q.device
@@ -113,7 +120,7 @@ def _launch_split(
     options: dict[str, Any] = {"launch_pdl": True} if tiles.pdl else {}
     attend_split[(tiles.programs,)](
         q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out, part, stat,
-        shape.rows, shape.batch, plan.few_tokens, tiles.programs, tiles.least, scale,
+        shape.rows, shape.batch, plan.few_tokens, tiles.programs, tiles.least, scale, gain,
         *q.stride(), *k_cache.stride(), *v_cache.stride(), *steps, *rel.stride(), pages.stride(0),
         *out.stride(),
         HEADS=shape.heads, KV_HEADS=shape.kv_heads, WIDTH=shape.width, EXTENT=shape.extent,
@@ -126,7 +133,7 @@ def _launch_split(
     part_width = min(tiles.part, shape.width)
     combine_split[(shape.batch * tokens, shape.heads, shape.width // part_width)](
         q_starts, kv_lens, part, stat, out, shape.batch, plan.few_tokens, tokens, tiles.programs,
-        tiles.least, *out.stride(),
+        tiles.least, gain, *out.stride(),
         HEADS=shape.heads, KV_HEADS=shape.kv_heads, WIDTH=shape.width, WINDOW=shape.window,
         BATCH=batch, M=tiles.m, N=tiles.n,
         PART=part_width, PIECES=tiles.pieces, PRECISION=_precision(q), PDL=tiles.pdl,
@@ -136,13 +143,14 @@ def _launch_split(
 
 def _launch_whole(
     tiles: Whole, q: Tensor, k_cache: Tensor, v_cache: Tensor, rel: Tensor, out: Tensor,
-    pages: Tensor, q_starts: Tensor, kv_lens: Tensor, shape: Shape, scale: float, plan: Plan,
+    pages: Tensor, q_starts: Tensor, kv_lens: Tensor, shape: Shape, scale: float, gain: float,
+    plan: Plan,
 ) -> None:  # fmt: skip
     k_tiles, v_tiles, steps = _matrices(tiles, k_cache, v_cache)
     options: dict[str, Any] = {"launch_pdl": True} if tiles.pdl else {}
     attend_whole[(tuning.row_tiles(shape, tiles.m) * shape.kv_heads,)](
         q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out,
-        shape.rows, shape.batch, plan.few_tokens if plan.few else 0, scale,
+        shape.rows, shape.batch, plan.few_tokens if plan.few else 0, scale, gain,
         *q.stride(), *k_cache.stride(), *v_cache.stride(), *steps,
         *rel.stride(), pages.stride(0), *out.stride(),
         HEADS=shape.heads, KV_HEADS=shape.kv_heads, WIDTH=shape.width, EXTENT=shape.extent,
@@ -215,8 +223,9 @@ def _check(
                          f"float16 or float32; found {tuple(q.shape)} in {q.dtype}")  # fmt: skip
     rows, heads, width = q.shape
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dtype != q.dtype:
-            raise ValueError(f"{name} needs the type of q, {q.dtype}; found {cache.dtype}")
+        if cache.dtype not in (q.dtype, *FP8) or cache.dtype != k_cache.dtype:
+            raise ValueError(f"{name} needs the type of q, {q.dtype}, or an 8-bit e4m3, like "
+                             f"k_cache; found {cache.dtype}")  # fmt: skip
         if cache.dim() != 4 or cache.shape[3] != width or cache.shape[:3] != k_cache.shape[:3]:
             raise ValueError(f"{name} needs to be [pages, page, kv heads, {width}], like k_cache; "
                              f"found {tuple(cache.shape)}")  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from inkling_portable.backends.triton.rel_attention_tiles import (
     attend_request,
+    beside_cache,
     clear_padding,
     power,
     tile_span,
@@ -45,7 +46,7 @@ def split_plan(
 @triton.jit(do_not_specialize=["rows", "batch", "few", "programs", "least", "pages_b"])
 def attend_split(
     q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out, part, part_stat,
-    rows, batch, few, programs, least, scale,
+    rows, batch, few, programs, least, scale, gain,
     q_t, q_h, q_d, k_page, k_row, k_head, k_d, v_page, v_row, v_head, v_d,
     k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
     rel_t, rel_h, rel_e, pages_b, out_t, out_h, out_d,
@@ -103,6 +104,7 @@ def attend_split(
         m = tl.full((M,), float("-inf"), tl.float32)
         z = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, WIDTH), tl.float32)
+        query = beside_cache(query, k_cache)
         rel_base = rel + line * rel_t
         table = pages + tl.cast(request, tl.int64) * pages_b
         m, z, acc = attend_request(
@@ -116,7 +118,7 @@ def attend_split(
             EXTENT, WINDOW, PAGE, N, TMA, PRECISION, STAGES,
         )  # fmt: skip
         if (begin == 0) & (end == tiles):
-            acc = acc / tl.where(z > 0, z, 1.0)[:, None]
+            acc = acc / tl.where(z > 0, z, 1.0)[:, None] * gain
             tl.store(
                 out + line * out_t + ((token - lead) * out_t + head * out_h)[:, None] + d * out_d,
                 acc.to(out.dtype.element_ty), mask=row_ok[:, None],
@@ -135,7 +137,7 @@ def attend_split(
 
 @triton.jit(do_not_specialize=["batch", "few", "tokens", "programs", "least"])
 def combine_split(
-    q_starts, kv_lens, part, part_stat, out, batch, few, tokens, programs, least,
+    q_starts, kv_lens, part, part_stat, out, batch, few, tokens, programs, least, gain,
     out_t, out_h, out_d,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
     BATCH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
@@ -189,6 +191,6 @@ def combine_split(
             z = z * shrink + tl.sum(weight * mass, 0)
             acc = acc * shrink + tl.sum(weight[:, None] * values, 0)
             m = highest
-        acc = acc / tl.where(z > 0, z, 1.0)
+        acc = acc / tl.where(z > 0, z, 1.0) * gain
         row = tl.cast(start + token, tl.int64)
         tl.store(out + row * out_t + head * out_h + d * out_d, acc.to(out.dtype.element_ty))

@@ -7,13 +7,17 @@ lengths and leaves at once if there is none. Late tiles see the most keys, so th
 import triton
 import triton.language as tl
 
-from inkling_portable.backends.triton.rel_attention_tiles import attend_request, clear_padding
+from inkling_portable.backends.triton.rel_attention_tiles import (
+    attend_request,
+    beside_cache,
+    clear_padding,
+)
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "few", "pages_b"])
 def attend_whole(
     q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out,
-    rows, batch, few, scale,
+    rows, batch, few, scale, gain,
     q_t, q_h, q_d, k_page, k_row, k_head, k_d, v_page, v_row, v_head, v_d,
     k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
     rel_t, rel_h, rel_e, pages_b, out_t, out_h, out_d,
@@ -66,6 +70,7 @@ def attend_whole(
             q + line * q_t + ((token - lead) * q_t + head * q_h)[:, None] + d[None, :] * q_d,
             mask=row_ok[:, None], other=0.0,
         )  # fmt: skip
+        query = beside_cache(query, k_cache)
         rel_base = rel + line * rel_t
         table = pages + tl.cast(request, tl.int64) * pages_b
         m = tl.full((M,), float("-inf"), tl.float32)
@@ -80,7 +85,7 @@ def attend_whole(
             k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
             EXTENT, WINDOW, PAGE, N, TMA, PRECISION, STAGES,
         )  # fmt: skip
-        acc = acc / tl.where(z > 0, z, 1.0)[:, None]
+        acc = acc / tl.where(z > 0, z, 1.0)[:, None] * gain
         tl.store(
             out + line * out_t + ((token - lead) * out_t + head * out_h)[:, None] + d * out_d,
             acc.to(out.dtype.element_ty), mask=row_ok[:, None],

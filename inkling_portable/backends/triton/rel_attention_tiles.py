@@ -3,7 +3,9 @@
 A *packed row* is one query head of one query token; the rows of one KV head are numbered
 token * group + head, so that a tile of rows reads each key once for all heads of its group. Every
 packed row keeps its own place in the bias table: packing never changes which bias it gets.
-A *key tile* is `N` consecutive keys of one request, aligned to N.
+A *key tile* is `N` consecutive keys of one request, aligned to N. Keys and values that are stored
+in 8 bits are widened to the type of the queries; their scales are in the factors `scale` of the
+scores and `gain` of the results.
 """
 
 import triton
@@ -50,6 +52,18 @@ def cache_at(base, page, tile, stride_page, stride_row, PAGE: tl.constexpr, N: t
         row = (tile * N + tl.arange(0, N)) % PAGE
         at = base + (page * stride_page + row * stride_row)[:, None]
     return at
+
+
+@triton.jit
+def beside_cache(query, cache):
+    """Queries for products with keys of `cache`: in float16 where those have 8 bits.
+
+    One instruction widens two of them to float16, which holds all their numbers; to bfloat16 there
+    is none. Normed queries are far from where float16 ends.
+    """
+    if cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype == tl.bfloat16:
+        query = query.to(tl.float16)
+    return query
 
 
 @triton.jit
@@ -176,9 +190,9 @@ def near_tile(
     real = ((keys >= low) & (keys < high))[:, None]
     k = tl.load(cache_at(k_base, page, tile, k_page, k_row, PAGE, N), mask=real, other=0.0)
     s = near_start(rel, rel_rows, rel_step, position, span, tile * N, 1 / scale, N, EXTENT, WINDOW)
-    s = product(q, tl.trans(k), s, PRECISION)
+    s = product(q, tl.trans(k.to(q.dtype)), s, PRECISION)
     v = tl.load(cache_at(v_base, page, tile, v_page, v_row, PAGE, N), mask=real, other=0.0)
-    return fold(m, z, acc, s, scale, v, PRECISION)
+    return fold(m, z, acc, s, scale, v.to(q.dtype), PRECISION)
 
 
 @triton.jit
@@ -199,10 +213,12 @@ def attend_keys(
         middle = tl.minimum(tl.maximum(far, begin), end)
         for tile in tl.range(begin, middle, num_stages=STAGES):
             k = tl.load(cache_at(k_base, page, tile, k_page, k_row, PAGE, N))
-            s = product(q, tl.trans(k), tl.zeros((q.shape[0], N), tl.float32), PRECISION)
+            s = product(
+                q, tl.trans(k.to(q.dtype)), tl.zeros((q.shape[0], N), tl.float32), PRECISION
+            )
             v = tl.load(cache_at(v_base, page, tile, v_page, v_row, PAGE, N))
             page = page_of(table, tile + 1, low, last, PAGE, N)
-            m, z, acc = fold(m, z, acc, s, scale, v, PRECISION)
+            m, z, acc = fold(m, z, acc, s, scale, v.to(q.dtype), PRECISION)
         begin = middle
     for tile in tl.range(begin, end, num_stages=STAGES):
         m, z, acc = near_tile(
@@ -240,8 +256,10 @@ def attend_whole_tiles(
             k_at, v_at = page_row(table, tile, k_page_rows, v_page_rows, PAGE, N)
             k = k_tiles.load([k_row0 + k_at, k_col])
             v = v_tiles.load([v_row0 + v_at, v_col])
-            s = product(q, tl.trans(k), tl.zeros((q.shape[0], N), tl.float32), PRECISION)
-            m, z, acc = fold(m, z, acc, s, scale, v, PRECISION)
+            s = product(
+                q, tl.trans(k.to(q.dtype)), tl.zeros((q.shape[0], N), tl.float32), PRECISION
+            )
+            m, z, acc = fold(m, z, acc, s, scale, v.to(q.dtype), PRECISION)
         begin = middle
     for tile in tl.range(begin, full, num_stages=STAGES):
         k_at, v_at = page_row(table, tile, k_page_rows, v_page_rows, PAGE, N)
@@ -250,20 +268,20 @@ def attend_whole_tiles(
         s = near_start(
             rel, rel_rows, rel_step, position, span, tile * N, 1 / scale, N, EXTENT, WINDOW
         )
-        s = product(q, tl.trans(k), s, PRECISION)
-        m, z, acc = fold(m, z, acc, s, scale, v, PRECISION)
+        s = product(q, tl.trans(k.to(q.dtype)), s, PRECISION)
+        m, z, acc = fold(m, z, acc, s, scale, v.to(q.dtype), PRECISION)
     if full < end:
         k_at, v_at = page_row(table, full, k_page_rows, v_page_rows, PAGE, N)
         k = k_tiles.load([k_row0 + k_at, k_col])
         s = near_start(
             rel, rel_rows, rel_step, position, span, full * N, 1 / scale, N, EXTENT, WINDOW
         )
-        s = product(q, tl.trans(k), s, PRECISION)
+        s = product(q, tl.trans(k.to(q.dtype)), s, PRECISION)
         real = full * N + tl.arange(0, N) < length
         s = tl.where(real[None, :], s, float("-inf"))
         v = v_tiles.load([v_row0 + v_at, v_col])
         v = tl.where(real[:, None], v, tl.zeros_like(v))
-        m, z, acc = fold(m, z, acc, s, scale, v, PRECISION)
+        m, z, acc = fold(m, z, acc, s, scale, v.to(q.dtype), PRECISION)
     return m, z, acc
 
 

@@ -14,7 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from inkling_portable.backends.triton._common import ceil_div, check_rows, next_power_of_2
+from inkling_portable.backends.triton._common import (
+    ceil_div,
+    check_rows,
+    next_power_of_2,
+    order_is_fixed,
+)
 from inkling_portable.backends.triton.routed_experts_gemm import combine_kernel, tile_kernel
 from inkling_portable.backends.triton.routed_experts_gemv import gemv_down_kernel, gemv_up_kernel
 from inkling_portable.backends.triton.routed_experts_sort import make_plan
@@ -134,7 +139,7 @@ def routed_experts(
     if tokens == 0 or ids.shape[1] == 0:
         return out.zero_()
     ids, weights = ids.contiguous(), weights.contiguous()
-    if tokens <= GEMV_TO and up.wordable() and down.wordable():
+    if tokens <= GEMV_TO and not order_is_fixed() and up.wordable() and down.wordable():
         _rows(x, ids, weights, up, down, interleaved, out)
         return out
     top_k = ids.shape[1]
@@ -173,7 +178,7 @@ def _tiles(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, in
     """Both products on tensor cores and the sum over slots."""
     (tokens, width), top_k = x.shape, ids.shape[1]
     experts, pairs = up.codes.shape[0], ids.numel()
-    planned = tokens > UNPLANNED_TO
+    planned = order_is_fixed() or tokens > UNPLANNED_TO
     if planned:
         tall = tokens_per_tile(pairs, experts)
         plan, tiles = make_plan(ids, experts, tall)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inkling_portable.backends.triton._common import is_rocm, next_power_of_2, target
+from inkling_portable.backends.triton._common import (
+    is_rocm,
+    next_power_of_2,
+    order_is_fixed,
+    target,
+)
 
 UNPLANNED_TO = 16
 """Tokens of a step up to which tiles find their tokens without a plan: one launch less."""
@@ -61,6 +66,8 @@ def gemv_rows(up: bool, inner: int) -> Rows:
 
 def tokens_per_tile(pairs: int, experts: int) -> int:
     """Rows of a planned tile: about what an expert gets; at most 32 on AMD, where more spills."""
+    if order_is_fixed():
+        return 16
     tallest = 32 if is_rocm() else 64
     return min(tallest, max(16, next_power_of_2(pairs // max(1, experts))))
 

@@ -23,6 +23,7 @@ from inkling_portable.backends.triton._common import (
     is_rocm,
     next_power_of_2,
     options,
+    order_is_fixed,
     pdl,
     row_block,
 )
@@ -278,7 +279,7 @@ def _conv_kernel(
 
 def tiling(rows: int, width: int) -> tuple[int, int, int]:
     """(rows, channels, warps) of one program; a block of all channels can norm its row."""
-    if rows <= 2 * compute_units():
+    if order_is_fixed() or rows <= 2 * compute_units():
         # Fewer warps than a norm takes: what is held once a thread weighs less on long threads.
         block, warps = row_block("conv_residual_norm", width)
         return 1, block, warps if is_rocm() else max(1, warps // 2)

@@ -20,6 +20,7 @@ from inkling_portable.backends.triton._common import (
     is_rocm,
     next_power_of_2,
     options,
+    order_is_fixed,
     pdl,
     target,
 )
@@ -157,6 +158,10 @@ def _sum_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL:
     tl.store(out + i, total, mask=i < size)
 
 
+FIXED_ROWS = 1024
+"""Rows of one launch in fixed order, where every tile's inner dimension passes through memory."""
+
+
 def row_tiling(inner: int, columns: int) -> tuple[int, int, int]:
     """(matrix rows of a program, inner block, warps) for one row of x.
 
@@ -169,11 +174,14 @@ def row_tiling(inner: int, columns: int) -> tuple[int, int, int]:
 
 def tile_tiling(rows: int, columns: int, inner: int, exact: bool) -> tuple[int, int, int, int, int]:
     """(BM, BN, BK, parts of the inner dimension, stages) for several rows of x."""
-    tall = min(64, max(16, next_power_of_2(rows)))
+    fixed = order_is_fixed()
+    tall = 64 if fixed else min(64, max(16, next_power_of_2(rows)))
     if target().vendor == "cpu":  # the interpreter pays by the operation, not by its size
         return tall, 128, 512, max(1, min(3, inner // 1024)), 1
     if exact:  # float32 runs on vector units: small blocks keep the code short
         return min(32, tall), 32, 32, 1, 1
+    if fixed:  # enough parts for a single row; they are few enough for many
+        return tall, 64, 64, max(1, min(inner // 256, 8)), 2 if is_rocm() else 3
     if rows > 64:  # enough tiles without splitting; larger ones, since reading is not the limit
         return 64, 128, 64, 1, 2 if is_rocm() else 3
     wide, deep = 32, 128
@@ -193,11 +201,15 @@ def product(
     """
     rows, inner = x.shape
     columns = weight.shape[-2]
+    if order_is_fixed() and rows > FIXED_ROWS:
+        pieces = [product(x[i : i + FIXED_ROWS], weight, out_dtype, segment_stride, segments)
+                  for i in range(0, rows, FIXED_ROWS)]  # fmt: skip
+        return torch.cat(pieces)
     out = torch.empty(rows, columns, dtype=out_dtype, device=x.device)
     if rows == 0 or columns == 0:
         return out
     segment = inner // segments
-    if rows == 1:
+    if rows == 1 and not order_is_fixed():
         each, block, warps = row_tiling(inner, columns)
         _row_kernel[(ceil_div(columns, each), rows)](
             x, weight, out, None, columns, x.stride(0), weight.stride(-2), segment_stride,
