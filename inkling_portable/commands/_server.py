@@ -22,6 +22,8 @@ import psutil
 
 SERVED_BY_US = re.compile(r"inkling_portable \S+ serves Inkling")
 STOP_LIMIT_S = 20.0
+# A line of a traceback's end, bare or behind a process's name and a log's header.
+RAISED = re.compile(r"^(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$")
 
 
 class ServerError(Exception):
@@ -109,6 +111,19 @@ class Server:
         """The last lines that the server printed."""
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
+    def first_error(self) -> str:
+        """The first exception in the log, as a clause to put behind a verb; "" without one.
+
+        Processes report the end of each other, so the cause stands far above the end of the log.
+        """
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        for number, line in enumerate(lines):
+            if found := RAISED.match(line):
+                # pydantic says what is wrong in the line below its own.
+                more = lines[number + 1 : number + 2] if "validation error" in line else []
+                return " with " + " ".join([found[1], *(text.strip() for text in more)])
+        return ""
+
     def is_healthy(self) -> bool:
         """Whether the server answers `/health` now."""
         try:
@@ -132,8 +147,8 @@ class Server:
             status = self.process.poll()
             if status is not None:
                 raise ServerError(
-                    f"the server ended with status {status} before it was ready; the end of its "
-                    f"log:\n{self.log_tail()}"
+                    f"the server ended with status {status} before it was ready"
+                    f"{self.first_error()}; the end of its log:\n{self.log_tail()}"
                 )
             if seconds > limit_s:
                 raise ServerError(

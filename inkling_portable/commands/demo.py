@@ -1,7 +1,8 @@
 """`inkling-portable demo`: a tiny random Inkling answers through `vllm serve` on this machine.
 
-Writes a checkpoint, starts the server, chats with it through the OpenAI SDK, shows which kernels
-were chosen, measures, and stops. Exits non-zero when any step fails.
+Writes a checkpoint, starts the server, chats with it through the OpenAI SDK, in words, with a
+picture and a clip, and with a tool's result; shows which kernels were chosen, measures, and stops.
+Exits non-zero when any step fails.
 """
 
 import argparse
@@ -14,7 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from inkling_portable.commands import demo_media
 from inkling_portable.commands._server import Server, ServerError, memory_arguments
+from inkling_portable.commands.demo_media import DemoError
 
 QUESTION = "What is a short convolution good for?"
 SERVE_ARGUMENTS = [
@@ -30,10 +33,6 @@ TINY_ARGUMENTS = [
     *("--max-num-seqs", "16"),
     *("--block-size", "16"),
 ]
-
-
-class DemoError(Exception):
-    """A sentence: which step failed and what was seen."""
 
 
 def announce(title: str) -> None:
@@ -147,7 +146,7 @@ def tokens_per_second(client: Any, model: str, tokens: int, requests: int) -> fl
     return total / (time.monotonic() - started)
 
 
-def use(server: Server, tokens: int, text_marker: int) -> None:
+def use(server: Server, tokens: int, text_marker: int, media: tuple[int, int]) -> None:
     """All that the demo does with a server that is ready."""
     from openai import OpenAI
 
@@ -155,6 +154,10 @@ def use(server: Server, tokens: int, text_marker: int) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120.0)
     announce("a streamed chat through the OpenAI SDK")
     streamed_chat(client, server.name, tokens, text_marker)
+    announce("a picture and a clip in one prompt")
+    demo_media.picture_and_clip(client, server.name, media)
+    announce("a conversation that holds a tool call and its result")
+    demo_media.tool_result(client, server.name)
     announce("which kernel each operation uses on this machine, and why")
     run_own_command("explain")
     announce("speed and memory")
@@ -174,19 +177,23 @@ def run(folder: Path, limit_s: float, tokens: int) -> None:
     started = time.monotonic()
     announce("a tiny checkpoint with random weights")
     checkpoint = folder / "checkpoint"
-    run_own_command("tiny", str(checkpoint), "--preset", "text")
+    run_own_command("tiny", str(checkpoint), "--preset", "omni")
     arguments = [*SERVE_ARGUMENTS, *TINY_ARGUMENTS, *memory_arguments("256M")]
     server = Server(checkpoint, arguments, folder / "server.log")
     announce("the server")
     print("$ vllm", *server.command[1:], flush=True)
     with server:
+        marker, media = (
+            token_id(checkpoint, "<|content_text|>"),
+            demo_media.media_tokens(checkpoint),
+        )
         progress = Progress()
         try:
             ready_s = server.wait_until_ready(limit_s, progress)
         finally:
             progress.end()
         print(f"ready after {ready_s:.0f} s")
-        use(server, tokens, token_id(checkpoint, "<|content_text|>"))
+        use(server, tokens, marker, media)
         announce("stopping")
     print(f"the server has stopped; the demo took {time.monotonic() - started:.0f} s")
 

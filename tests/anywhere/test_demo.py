@@ -4,13 +4,17 @@ import json
 import os
 import sys
 import time
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from inkling_portable.commands import _server
+from inkling_portable.commands import _server, demo_media
 from inkling_portable.commands._server import Server, ServerError
+from inkling_portable.commands.tiny import write_tiny
 
 HEALTHY = """
 import http.server, signal, subprocess, sys
@@ -76,13 +80,44 @@ def test_another_model_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             server.plugin_line()
 
 
-def test_early_end_shows_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "print('ValueError: heads not divisible')\nraise SystemExit(7)"
+LOG = """
+WARNING 11-29 19:30:57 [interface.py:7] Failed to import from vllm._C: ImportError: not the cause
+(Worker_TP0 pid=7) ERROR 11-29 19:30:57 [executor.py:9] Traceback (most recent call last):
+(Worker_TP0 pid=7) ERROR 11-29 19:30:57 [executor.py:9]     raise ValueError("heads")
+(Worker_TP0 pid=7) ERROR 11-29 19:30:57 [executor.py:9] a.b.ConfigError: heads not divisible
+{filler}
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+def early_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str) -> str:
+    code = f"print({log!r})\nraise SystemExit(7)"
     with (
         stand_in(tmp_path, monkeypatch, code) as server,
-        pytest.raises(ServerError, match=r"(?s)status 7 .*heads not divisible"),
+        pytest.raises(ServerError, match=r"the server ended with status 7 before") as error,
     ):
         server.wait_until_ready(30, lambda seconds: None)
+    return str(error.value)
+
+
+def test_early_end_names_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first exception, which stands far above the end of the log."""
+    message = early_end(tmp_path, monkeypatch, LOG.format(filler="noise\n" * 60))
+    first, _, tail = message.partition("\n")
+    assert first.endswith("ready with a.b.ConfigError: heads not divisible; the end of its log:")
+    assert "heads" not in tail
+    assert "Engine core initialization failed" in tail
+
+
+def test_early_end_of_a_config_that_pydantic_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = "pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, no [x]"
+    assert "for ModelConfig Value error, no [x]; the end" in early_end(tmp_path, monkeypatch, log)
+
+
+def test_early_end_without_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "before it was ready; the end" in early_end(tmp_path, monkeypatch, "vllm: error: --x")
 
 
 def test_slow_start_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +147,7 @@ def test_failed_step_fails_the_demo(
 
     stand_in(tmp_path, monkeypatch, HEALTHY.format(stubborn=False, line=OURS))
     monkeypatch.setattr(demo, "run_own_command", lambda *arguments: None)
+    monkeypatch.setattr(demo_media, "media_tokens", lambda checkpoint: (1, 1))
     checkpoint = tmp_path / "kept" / "checkpoint"
     checkpoint.mkdir(parents=True)
     added = [{"id": 7, "content": "<|content_text|>"}]
@@ -119,3 +155,59 @@ def test_failed_step_fails_the_demo(
     assert demo.main(["--keep", str(tmp_path / "kept"), "--timeout", "30"]) == 1
     assert "demo: InternalServerError: Error code: 501" in capsys.readouterr().err
     assert psutil.Process().children(recursive=True) == []
+
+
+class Deaf:
+    """Stands for a server that counts its prompts rightly and hears and sees some parts only."""
+
+    def __init__(self, *parts: str, extra: int = 0) -> None:
+        self.parts, self.extra = parts, extra
+        self.chat = self.completions = self
+
+    def create(self, messages: list[dict[str, Any]], **_: Any) -> SimpleNamespace:
+        tokens, seen = 10, ""
+        for message in messages:
+            parts = message["content"] or ""
+            for part in parts if isinstance(parts, list) else [{"type": "text", "text": parts}]:
+                if part["type"] != "text":
+                    tokens += 20 + self.extra
+                if part["type"] in self.parts:
+                    seen += json.dumps(part)
+        if len(messages) > 1:
+            tokens += 9
+        value = -(zlib.crc32(seen.encode()) % 1000) / 100
+        top = [SimpleNamespace(logprob=value)]
+        logprobs = SimpleNamespace(content=[SimpleNamespace(top_logprobs=top)])
+        choice = SimpleNamespace(logprobs=logprobs, message=SimpleNamespace(content="x"))
+        usage = SimpleNamespace(prompt_tokens=tokens)
+        return SimpleNamespace(choices=[choice], usage=usage)
+
+
+EVERYTHING = ("text", "image_url", "input_audio")
+
+
+@pytest.mark.parametrize(
+    ("client", "sentence"),
+    [
+        (Deaf("text", "input_audio"), "the picture upside down should have moved"),
+        (Deaf("text", "image_url"), "the clip backwards should have moved"),
+        (Deaf(*EVERYTHING, extra=1), "the prompt should have 50 tokens; it has 52"),
+    ],
+    ids=["blind", "deaf", "longer"],
+)
+def test_media_that_do_not_arrive_fail_the_demo(client: Deaf, sentence: str) -> None:
+    demo_media.picture_and_clip(Deaf(*EVERYTHING), "model", (20, 20))
+    with pytest.raises(demo_media.DemoError, match=sentence):
+        demo_media.picture_and_clip(client, "model", (20, 20))
+
+
+def test_a_tool_result_that_does_not_arrive_fails_the_demo() -> None:
+    demo_media.tool_result(Deaf("text"), "model")
+    with pytest.raises(demo_media.DemoError, match="another result should have moved"):
+        demo_media.tool_result(Deaf(), "model")
+
+
+def test_media_are_counted_by_the_checkpoint(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "omni", preset="omni")
+    # 128x96 pixels in patches of 16, one column more than fits; 0.6 s in frames of 50 ms.
+    assert demo_media.media_tokens(tmp_path / "omni") == (3 + 6 * 9, 4 + 12)
