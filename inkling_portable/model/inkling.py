@@ -233,7 +233,8 @@ class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Hidden rows [n, H] -> logits [n, valid ids]."""
-        return self.logits_processor(self.lm_head, hidden_states)
+        with self.head_for(hidden_states):
+            return self.logits_processor(self.lm_head, hidden_states)
 
     def warm_up_calls(self) -> list[Call]:
         return self.model.warm_up_calls()

@@ -7,7 +7,9 @@ taken in: every tensor belongs to a module of this model, in full, or the adapte
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +24,10 @@ Target = tuple[int, tuple[int, ...]]
 
 class AdapterError(ValueError):
     """An adapter that cannot be served: one sentence naming the tensor and a remedy."""
+
+
+HALVES = ("gate_proj", "up_proj")
+"""Hugging Face's two modules that are one, `gate_up_proj`, in the original naming and here."""
 
 
 def targets(text: TextConfig, routed: Sequence[str] = ()) -> dict[str, Target]:
@@ -42,6 +48,8 @@ def targets(text: TextConfig, routed: Sequence[str] = ()) -> dict[str, Target]:
         out[f"{where}attn.wo_ud"] = (geometry.q_size, (hidden,))
         if text.layer_is_dense(layer):
             out[f"{where}mlp.gate_up_proj"] = (hidden, (2 * text.dense_width,))
+            for name in HALVES:
+                out[f"{where}mlp.{name}"] = (hidden, (text.dense_width,))
             out[f"{where}mlp.down_proj"] = (text.dense_width, (hidden,))
             continue
         sinks = text.num_sinks * text.expert_width
@@ -83,6 +91,42 @@ def check(weights: Mapping[str, Any], known: Mapping[str, Target]) -> None:
                 )
 
 
+def join_halves(loras: MutableMapping[str, Any], largest_rank: int) -> None:
+    """Make pairs of a dense MLP's gate and up rows one pair of its alternating projection.
+
+    Each half keeps a rank of its own, so the pair has the sum of both; a half that an adapter
+    leaves out has no rank. Raises AdapterError where that is more than `largest_rank`.
+    """
+    for name in list(loras):
+        where, _, last = name.rpartition(".")
+        if last not in HALVES or ".experts." in name:
+            continue
+        found = {half: loras.pop(f"{where}.{half}", None) for half in HALVES}
+        pairs = [(row, pair) for row, pair in enumerate(found.values()) if pair is not None]
+        if not pairs:
+            continue  # joined with its other half
+        joined, rank = f"{where}.gate_up_proj", sum(pair.rank for _, pair in pairs)
+        if joined in loras:
+            raise AdapterError(
+                f"the adapter has both {joined} and a half of it, {name}; save it in one naming"
+            )
+        if rank > largest_rank:
+            raise AdapterError(
+                f"{' and '.join(HALVES)} of {where} are one projection here, for which the adapter "
+                f"needs rank {rank}; found --max-lora-rank {largest_rank}; set it to {rank}"
+            )
+        first = pairs[0][1]
+        rows = first.lora_b.new_zeros(len(first.lora_b), 2, rank)
+        start = 0
+        for row, pair in pairs:
+            rows[:, row, start : start + pair.rank] = pair.lora_b * pair.scaling
+            start += pair.rank
+        columns = torch.cat([pair.lora_a for _, pair in pairs])
+        loras[joined] = type(first)(
+            joined, rank, first.lora_alpha, columns, rows.flatten(0, 1), scaling=1.0
+        )
+
+
 def _reason(name: str) -> str:
     if ".mlp.experts" in name:
         return "is a routed expert, and the experts that serve here take no adapters"
@@ -96,6 +140,7 @@ class TakesAdapters:
     """
 
     _lora_manager: Any = None
+    _adapters_of_rows: Any = None
 
     def adapter_targets(self, routed: Sequence[str]) -> tuple[dict[str, Target], Collection[str]]:
         """What `targets` says of the whole model, and which of it this pipeline stage holds."""
@@ -111,17 +156,49 @@ class TakesAdapters:
         if manager is None:
             return
         known = self._taken(manager)
-        take = manager.add_adapter
+        take, assign = manager.add_adapter, manager.set_adapter_mapping
 
         def add_adapter(adapter: Any) -> Any:
             # The adapters of vLLM's own warm-up are packed already.
             if not any(pair.is_packed for pair in adapter.loras.values()):
                 check(adapter.loras, known)
+                join_halves(adapter.loras, manager.lora_config.max_lora_rank)
             return take(adapter)
 
-        manager.add_adapter = add_adapter
+        def set_adapter_mapping(mapping: Any) -> None:
+            self._adapters_of_rows = mapping
+            assign(mapping)
+
+        manager.add_adapter, manager.set_adapter_mapping = add_adapter, set_adapter_mapping
+        # vLLM lets only adapters of these names pass to `add_adapter`, and a pipeline stage counts
+        # its own layers alone.
+        names = {name.rpartition(".")[2] for name in known}
+        manager.supported_lora_modules += sorted(names.difference(manager.supported_lora_modules))
         if not on_accelerator():
             reserve_slot_of_no_adapter(manager)
+
+    @contextmanager
+    def head_for(self, hidden: Tensor) -> Iterator[None]:
+        """Inside, the head's adapters are those of the rows `hidden` [n, H].
+
+        vLLM tells the head the adapter of every row that it samples from, but not of the rows of a
+        prompt whose log-probabilities it wants: requests in one step then get the adapters of each
+        other, or stop the engine. Sampled rows are a copy with nothing beside it; rows of a prompt
+        are a slice of the step's output, which knows its place.
+        """
+        step, rows = self._adapters_of_rows, len(hidden)
+        size = hidden.element_size() * hidden.shape[-1]
+        alone = hidden.untyped_storage().nbytes() == rows * size
+        if step is None or (alone and rows == len(step.prompt_mapping)):
+            yield
+            return
+        start = hidden.storage_offset() // hidden.shape[-1]
+        wanted = replace(step, prompt_mapping=step.index_mapping[start : start + rows])
+        self._lora_manager.set_adapter_mapping(wanted)
+        try:
+            yield
+        finally:
+            self._lora_manager.set_adapter_mapping(step)
 
     def _taken(self, manager: Any) -> dict[str, Target]:
         """The targets without those whose layer vLLM was told, or had, to leave unwrapped."""
@@ -132,6 +209,12 @@ class TakesAdapters:
             (n for m, n in manager.packed_modules.items() if m.endswith(".experts")), []
         )
         known, here = self.adapter_targets([name.split(".mlp.", 1)[1] for name in experts])
+        parts += [
+            name.removesuffix("gate_up_proj") + half
+            for name in manager.modules
+            for half in HALVES
+            if name.endswith(".gate_up_proj")
+        ]
         wrapped = {*manager.modules, *parts}
         return {name: t for name, t in known.items() if name in wrapped or name not in here}
 

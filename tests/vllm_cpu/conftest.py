@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inkling_portable.commands.tiny import write_tiny
@@ -33,6 +34,9 @@ from tests import hf_oracle
 
 LARGEST_BOUND = 1e-5
 """No bound is ever above this; a prototype of the same model reached 3.3e-6."""
+
+SOFT_BOUND = 5e-6
+"""The bound on log-probabilities of a checkpoint whose head is softened, see `soften_head`."""
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -56,12 +60,28 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def soften_head(folder: Path) -> None:
+    """Divide the unembedding of a checkpoint by four, which is exact and which errors follow.
+
+    With the preset's own head (log-probabilities down to -14.5) no float32 model is within 5e-6 of
+    the truth: transformers' is 6.2e-6 to 7.8e-6 from its float64 run over four prompts of 60 to
+    200 ids, ours 6.3e-6 to 8.1e-6. With the engine's linear layers in float64 ours would be at
+    4.8e-6 to 5.1e-6, with all operations but those at 5.5e-6 to 6.0e-6, and with every sum in
+    float64 and only what is stored in float32 at 2.7e-6 to 3.4e-6.
+    """
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.llm.unembed.weight"] /= 4
+    save_file(weights, file, metadata={"format": "pt"})
+
+
 @dataclass(frozen=True)
 class Answer:
     """What follows every id of one prompt, as log-probabilities [len(ids), vocabulary]."""
 
     single: Tensor
     double: Tensor
+    largest_bound: float = LARGEST_BOUND
 
     @property
     def bound(self) -> float:
@@ -71,7 +91,7 @@ class Answer:
         of a short prompt alone, the cost would be a matter of luck.
         """
         own = (self.single.double() - self.double).abs().max().item()
-        return min(2 * own, LARGEST_BOUND)
+        return min(2 * own, self.largest_bound)
 
     def check(self, found: Tensor, rows: slice, what: str) -> None:
         """Assert that `found` is as near to the float64 truth as the bound says, and to eager."""
@@ -85,17 +105,18 @@ class Answer:
 class Oracle:
     """Transformers in float32 and in float64."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, largest_bound: float = LARGEST_BOUND) -> None:
         self.single, faults = hf_oracle.load(folder, torch.float32)
         assert not any(faults.values()), faults
         self.double, _ = hf_oracle.load(folder, torch.float64)
+        self.largest_bound = largest_bound
         self._answers: dict[tuple[int, ...], Answer] = {}
 
     def answer(self, ids: list[int]) -> Answer:
         key = tuple(ids)
         if key not in self._answers:
             rows = (hf_oracle.logits(m, ids).log_softmax(-1) for m in (self.single, self.double))
-            self._answers[key] = Answer(*rows)
+            self._answers[key] = Answer(*rows, self.largest_bound)
         return self._answers[key]
 
     def assert_greedy(self, ids: list[int], tokens: list[int]) -> None:

@@ -19,7 +19,7 @@ from inkling_portable.commands.tiny import write_tiny
 from inkling_portable.model import checkpoint as names
 from inkling_portable.model import lora
 from inkling_portable.model.config import parse
-from tests.vllm_cpu.conftest import Engine, Oracle, dense, prompt
+from tests.vllm_cpu.conftest import SOFT_BOUND, Engine, Oracle, dense, prompt, soften_head
 
 Pair = tuple[Tensor, Tensor]
 LENGTHS = (1, 5, 17, 40, 103)
@@ -51,6 +51,9 @@ class Adapter:
         for name, (a, b) in self.pairs.items():
             delta = (self.alpha / self.rank) * (b.double() @ a.double()).float()
             where, _, part = name.rpartition(".")
+            if part in ("gate_proj", "up_proj"):
+                tensors[f"{where}.w13_dn.weight"][part == "up_proj" :: 2] += delta
+                continue
             if not where.endswith("shared_experts"):
                 tensors[f"{name}.weight"] += delta
                 continue
@@ -123,6 +126,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The text preset with two KV heads in every layer, which two ranks can share."""
     folder = tmp_path_factory.mktemp("even")
     write_tiny(folder, preset="text", dtype="float32", force=True, num_key_value_heads=2)
+    soften_head(folder)
     return folder
 
 
@@ -135,10 +139,18 @@ def served(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Served]
     tensors = stored(base)
     weights = adaptable(tensors)
     every = draw(weights, lambda name: True, 8, 16)
-    some = draw(weights, lambda name: ".attn." in name and ".2." not in name, 4, 4)
+    w13 = weights[f"{LAYER}.0.mlp.w13_dn"]
+    halves = {f"{LAYER}.0.mlp.gate_proj": w13[0::2], f"{LAYER}.0.mlp.up_proj": w13[1::2]}
+    some = draw(
+        weights | halves,
+        lambda name: (".attn." in name and ".2." not in name) or name in halves or "w2_md" in name,
+        4, 4,
+    )  # fmt: skip
     assert len(every.pairs) == 4 * 5 + 2 + 3 * 3 + 1
+    assert len(some.pairs) == 3 * 5 + 3
     hf = {"model.llm": "model", "attn": "self_attn", "wq_du": "q_proj", "wk_dv": "k_proj",
-          "wv_dv": "v_proj", "wr_du": "r_proj", "wo_ud": "o_proj"}  # fmt: skip
+          "wv_dv": "v_proj", "wr_du": "r_proj", "wo_ud": "o_proj",
+          "w2_md": "down_proj"}  # fmt: skip
 
     def spelled(name: str) -> str:
         for old, new in hf.items():
@@ -146,7 +158,7 @@ def served(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Served]
         return name
 
     renamed = Adapter({spelled(n): pair for n, pair in some.pairs.items()}, some.rank, some.alpha)
-    found = [Served(None, Oracle(base))]
+    found = [Served(None, Oracle(base, SOFT_BOUND))]
     for number, (adapter, file) in enumerate(((every, every), (some, renamed)), start=1):
         path = file.write(folder / str(number))
         merged = folder / f"merged{number}"
@@ -156,7 +168,9 @@ def served(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Served]
         changed = {n: t.clone() for n, t in tensors.items()}
         adapter.merge(changed)
         save_file(changed, merged / "model.safetensors")
-        found.append(Served(LoRARequest(str(number), number, str(path)), Oracle(merged)))
+        found.append(
+            Served(LoRARequest(str(number), number, str(path)), Oracle(merged, SOFT_BOUND))
+        )
     return found
 
 
@@ -199,11 +213,15 @@ def check_one_batch(engine: Engine, served: list[Served]) -> None:
 
 
 def test_prompt_logprobs_of_every_adapter(engine: Engine, served: list[Served]) -> None:
-    # One request at a time: vLLM's adapter head knows the requests of a batch, not their rows.
-    ids = prompt(60, seed=3)
-    for one in served:
-        (out,) = run(engine, [ids], [one.request], max_tokens=1, prompt_logprobs=-1)
-        one.check(ids, dense(out.prompt_logprobs[1:]), slice(0, -1))
+    # One alone, and all in a step, whose 9 requests could pass for the 9 rows of a prompt.
+    ids = prompt(40, seed=3)
+    cases = [(one, n) for n in (40, 9, 14) for one in served]
+    for chosen in ([cases[1]], cases):
+        prompts, requests = [ids[:n] for _, n in chosen], [one.request for one, _ in chosen]
+        found = run(engine, prompts, requests, max_tokens=1, prompt_logprobs=-1, logprobs=-1)
+        for (one, n), out in zip(chosen, found, strict=True):
+            rows = dense(out.prompt_logprobs[1:]), dense(out.outputs[0].logprobs)
+            one.check(ids, torch.cat(rows), slice(0, n))
 
 
 def pair(name: str, rows: int, columns: int, rank: int = 4) -> dict[str, Tensor]:
@@ -234,6 +252,18 @@ BAD = {
         r"lora_B of lm_head needs shape \[512, 4\] or \[500, 4\]; found \[440, 4\]",
     ),
     "another rank than configured": (pair(Q, 128, 128, rank=2), r"needs shape \[4, 128\]; found"),
+    "both namings of an MLP": (
+        pair(f"{LAYER}.0.mlp.w13_dn", 384, 128) | pair("model.layers.0.mlp.up_proj", 192, 128),
+        "both model.layers.0.mlp.gate_up_proj and a half of it",
+    ),
+    "half an MLP too short": (
+        pair("model.layers.0.mlp.gate_proj", 190, 128),
+        r"lora_B of model\.layers\.0\.mlp\.gate_proj needs shape \[192, 4\]; found \[190, 4\]",
+    ),
+    "a dense half in a layer of experts": (
+        pair("model.layers.1.mlp.gate_proj", 192, 128),
+        "layers.1.mlp.gate_proj, which is no",
+    ),
     "half a pair": (
         {f"{Q}.lora_A.weight": torch.ones(4, 128)},
         r"has no lora_B for model\.layers\.0\.attn\.wq_du",
@@ -268,6 +298,9 @@ def test_routed_experts_that_the_engine_wraps_and_layers_that_it_leaves(base: Pa
             lora_a_stacked=(torch.ones(2, 1, 4, 128),), lora_b_stacked=torch.ones(2, 1, 128, 4))},
         packed_modules={f"{where}experts": [where + part for part in parts]},
         add_adapter=taken.append,
+        set_adapter_mapping=None,
+        supported_lora_modules=[],
+        lora_config=SimpleNamespace(max_lora_rank=8),
     )  # fmt: skip
 
     class Model(lora.TakesAdapters):
@@ -297,6 +330,39 @@ def test_routed_experts_that_the_engine_wraps_and_layers_that_it_leaves(base: Pa
     (layer,) = manager.modules.values()
     assert layer.lora_a_stacked[0].flatten(1).sum(1).tolist() == [512, 512, 0]
     assert layer.lora_b_stacked.flatten(1).sum(1).tolist() == [512, 512, 0]
+
+
+class Half(SimpleNamespace):
+    """Stands for vLLM's pair of matrices."""
+
+    def __init__(self, name: str, rank: int, alpha: int, a: Tensor, b: Tensor, scaling: float):
+        super().__init__(rank=rank, lora_alpha=alpha, lora_a=a, lora_b=b, scaling=scaling)
+
+
+def test_halves_of_an_mlp_join_in_alternating_rows() -> None:
+    dice = torch.Generator().manual_seed(0)
+
+    def half(rank: int, scaling: float) -> Half:
+        a, b = torch.randn(rank, 5, generator=dice), torch.randn(3, rank, generator=dice)
+        return Half("", rank, 8, a, b, scaling)
+
+    def product(pair: Any) -> Tensor:
+        return pair.scaling * (pair.lora_b @ pair.lora_a)
+
+    gate, up = half(2, 3.0), half(4, 0.5)
+    loras: dict[str, Any] = {"x.mlp.gate_proj": gate, "x.mlp.up_proj": up, "y.mlp.up_proj": up,
+                             "z.mlp.experts.1.up_proj": up}  # fmt: skip
+    lora.join_halves(loras, 6)
+    assert set(loras) == {"x.mlp.gate_up_proj", "y.mlp.gate_up_proj", "z.mlp.experts.1.up_proj"}
+    both, alone = loras["x.mlp.gate_up_proj"], loras["y.mlp.gate_up_proj"]
+    assert (both.rank, alone.rank) == (6, 4)
+    torch.testing.assert_close(product(both)[0::2], product(gate))
+    torch.testing.assert_close(product(both)[1::2], product(up))
+    torch.testing.assert_close(product(alone)[1::2], product(up))
+    assert not product(alone)[0::2].any()
+    loras = {"x.mlp.gate_proj": gate, "x.mlp.up_proj": up}
+    with pytest.raises(lora.AdapterError, match="needs rank 6; found --max-lora-rank 5; set it to"):
+        lora.join_halves(loras, 5)
 
 
 @pytest.mark.parametrize("naming", ["original", "Hugging Face"])
@@ -335,6 +401,18 @@ def two_ranks(base: Path) -> Iterator[Engine]:
     built.llm.llm_engine.engine_core.shutdown()
 
 
-# Last: the end of its engine takes the process groups of the one above with it.
+# Last: the end of an engine of several processes takes the process groups of others with it.
 def test_adapters_on_two_ranks(two_ranks: Engine, served: list[Served]) -> None:
     check_one_batch(two_ranks, served)
+
+
+@pytest.fixture
+def two_stages(base: Path) -> Iterator[Engine]:
+    built = start(base, pipeline_parallel_size=2, max_num_batched_tokens=256)
+    yield built
+    built.llm.llm_engine.engine_core.shutdown()
+
+
+def test_adapters_in_two_pipeline_stages(two_stages: Engine, served: list[Served]) -> None:
+    # Either stage has half of the modules that the first adapter changes.
+    check_one_batch(two_stages, served)
