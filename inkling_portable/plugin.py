@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from typing import Any
 
 logger = logging.getLogger("vllm.inkling_portable")
@@ -47,6 +48,8 @@ def register() -> None:
     _register_quantisation()
     _register_drafting()
     _register_chat()
+    _register_adapter_answers()
+    _register_audio_answers()
     # vLLM refuses adapters for any architecture called Inkling unless this says that the in-tree
     # model's fused collective is off. Our collectives choose by themselves whether an adapter's
     # partial sums suit them, so LAMPORT_RS_SCONV, which that collective really reads, stays free.
@@ -202,3 +205,60 @@ def _register_drafting() -> None:
         return install_proposer()
 
     SpeculativeConfig.use_step3p5_mtp = use_step3p5_mtp
+
+
+def _register_adapter_answers() -> None:
+    """Have vLLM's HTTP server answer 400, and not 500, to an adapter that Inkling refuses.
+
+    Its endpoint calls every failure of the engine to take an adapter in an internal error. Only a
+    server has the endpoint, and it has imported it when it asks for plugins.
+    """
+    if "vllm.entrypoints.openai.models.serving" not in sys.modules:
+        return
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    load = OpenAIServingModels.load_lora_adapter
+    if hasattr(load, "__wrapped__"):
+        return
+    refused = "Call to add_lora method failed: "
+
+    @functools.wraps(load)
+    async def load_lora_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = await load(self, *args, **kwargs)
+        error = getattr(answer, "error", None)
+        ours = set(ARCHITECTURES).intersection(self.model_config.architectures)
+        if ours and error is not None and error.message.startswith(refused):
+            error.message = error.message.removeprefix(refused)
+            if "out of memory" not in error.message:
+                error.code, error.type = 400, "BadRequestError"
+        return answer
+
+    OpenAIServingModels.load_lora_adapter = load_lora_adapter
+
+
+def _register_audio_answers() -> None:
+    """Have vLLM's HTTP server answer 400, and not 500, to audio that breaks off.
+
+    It passes on what libsndfile raises at a file of a known kind that it cannot read, which is no
+    ValueError. As above, only a server reads media, and has imported how.
+    """
+    if "vllm.multimodal.media.audio" not in sys.modules:
+        return
+    from vllm.multimodal.media.audio import AudioMediaIO
+
+    def with_sentence(load: Any) -> Any:
+        @functools.wraps(load)
+        def decode(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return load(*args, **kwargs)
+            except RuntimeError as error:
+                if type(error).__module__ != "soundfile":
+                    raise
+                raise ValueError(f"audio needs a whole file; {error}; send it again") from error
+
+        return decode
+
+    first = AudioMediaIO.load_bytes
+    if not hasattr(first, "__wrapped__"):
+        AudioMediaIO.load_bytes = with_sentence(first)
+        AudioMediaIO.load_file = with_sentence(AudioMediaIO.load_file)

@@ -1,4 +1,4 @@
-"""The server as clients meet it: images and audio in many forms, streams, starts that fail.
+"""The server as clients meet it: images and audio in many forms, streams, adapters, bad starts.
 
 Everything that the server has to refuse is a sentence, and it goes on answering.
 """
@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import shutil
+import struct
 import time
+import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ import numpy as np
 import openai
 import pytest
 import soundfile
+import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -28,6 +34,14 @@ from tests.media import picture, tone
 
 PIXELS = picture(31, 45)
 IMAGE_TOKENS = ImageSettings(patch_size=16).tokens(45, 31)
+
+
+# The engine in a process of its own, unlike those of other tests.
+AS_A_USER = {
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+}
 
 
 class Service:
@@ -47,6 +61,28 @@ class Service:
         )
         assert answer.usage is not None
         return answer.usage.prompt_tokens
+
+    def load_adapter(self, name: str, folder: Path) -> tuple[int, str]:
+        """The status and the text with which the server answers to a new adapter."""
+        asked = urllib.request.Request(
+            f"{self.server.url}/v1/load_lora_adapter",
+            json.dumps({"lora_name": name, "lora_path": str(folder)}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())["error"]["message"]
+
+    def prompt_logprobs(self, model: str, ids: list[int]) -> list[float]:
+        """Log-probabilities of the tokens of a prompt behind its first one."""
+        answer = self.client.completions.create(
+            model=model, prompt=ids, max_tokens=1, temperature=0.0,
+            extra_body={"prompt_logprobs": 0},
+        )  # fmt: skip
+        rows = answer.choices[0].model_dump()["prompt_logprobs"][1:]
+        return [row[str(token)]["logprob"] for row, token in zip(rows, ids[1:], strict=True)]
 
     def metric(self, name: str) -> float:
         """A metric of the server, summed over its labels."""
@@ -69,14 +105,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     files = tmp_path_factory.mktemp("media")
     write_tiny(folder, preset="omni", dtype="float32", force=True)
     arguments = [
-        *memory_arguments("64M"), "--max-model-len", "2048", "--block-size", "16",
-        "--tokenizer-mode", "inkling", "--allowed-local-media-path", str(files),
+        *memory_arguments("64M"), "--dtype", "float32", "--max-model-len", "2048",
+        "--block-size", "16", "--tokenizer-mode", "inkling",
+        "--allowed-local-media-path", str(files),
         "--mm-processor-kwargs", '{"max_image_tokens": 900, "max_audio_tokens": 100}',
+        "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8",
     ]  # fmt: skip
     log = tmp_path_factory.mktemp("log") / "server.log"
-    # As a user starts it, not as the engines in this process are.
-    env = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with Server(folder, arguments, log, env) as server:
+    with Server(folder, arguments, log, AS_A_USER) as server:
         server.wait_until_ready(300, lambda seconds: None)
         assert "InklingForConditionalGeneration" in server.plugin_line()
         yield Service(server, files)
@@ -146,6 +182,23 @@ def test_image_and_audio_in_one_prompt(service: Service) -> None:
     assert both == bare + 2 * (3 + IMAGE_TOKENS) + 4 + AudioSettings().tokens(8_000)
 
 
+def empty_png() -> bytes:
+    """A well-formed file of 0x4 pixels, which libraries do not write."""
+    out = b"\x89PNG\r\n\x1a\n"
+    header = struct.pack(">IIBBBBB", 0, 4, 8, 2, 0, 0, 0)
+    for name, data in ((b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")):
+        out += struct.pack(">I", len(data)) + name + data
+        out += struct.pack(">I", zlib.crc32(name + data))
+    return out
+
+
+def wav_of_rate(rate: int) -> bytes:
+    """A WAV file whose header names a rate, whatever the library thinks of it."""
+    data = bytearray(wav(tone(800)))
+    struct.pack_into("<II", data, 24, rate, 2 * rate)
+    return bytes(data)
+
+
 NOT_A_NUMBER = np.full(800, np.nan, dtype=np.float32)
 
 
@@ -162,7 +215,13 @@ def float_wav(wave: np.ndarray) -> bytes:
         (image(png()[:200]), None),
         (image(png(picture(480, 480))), "at most 900 tokens; 480x480 pixels take 3660"),
         (image(wav(tone(800))), None),
+        (image(b""), None),
+        (image(empty_png()), None),
+        (image_url("data:text/plain;base64,bm8gcGljdHVyZQ=="), None),
         (audio(b"no sound"), None),
+        (audio(b""), None),
+        (audio(wav(tone(800))[:30]), "audio needs a whole file"),
+        (audio(wav_of_rate(0)), None),
         (audio(wav(tone(0))), None),
         (audio(png()), None),
         (audio(wav(tone(16_000 * 6))), "at most 100 tokens (5 s); this clip takes 120 (6 s)"),
@@ -170,8 +229,10 @@ def float_wav(wave: np.ndarray) -> bytes:
         (image_url("file:///etc/hostname"), None),
         (text("<|content_image|>"), None),
     ],
-    ids=["not an image", "cut image", "large image", "audio as image", "not audio", "no samples",
-         "image as audio", "long audio", "NaN audio", "file outside", "opener in text"],
+    ids=["not an image", "cut image", "large image", "audio as image", "no bytes of image",
+         "no pixels", "text as image", "not audio", "no bytes of audio", "cut audio", "rate 0",
+         "no samples", "image as audio", "long audio", "NaN audio", "file outside",
+         "opener in text"],
 )  # fmt: skip
 def test_bad_media_is_the_clients_error(
     service: Service, content: dict[str, Any], sentence: str | None
@@ -206,6 +267,80 @@ def test_too_long_a_prompt_is_the_clients_error(service: Service) -> None:
     assert service.prompt_tokens(text("still here")) > 0
 
 
+Q = "model.llm.layers.0.attn.wq_du"
+
+
+def adapter(folder: Path, name: str = Q, rows: int = 128, rank: int = 4) -> Path:
+    """An adapter of one module as trainers save it, with random weights."""
+    dice = torch.Generator().manual_seed(rank)
+    a, b = (torch.randn(shape, generator=dice) * 0.3 for shape in ((rank, 128), (rows, rank)))
+    folder.mkdir()
+    save_file({f"base_model.model.{name}.lora_A.weight": a,
+               f"base_model.model.{name}.lora_B.weight": b},
+              folder / "adapter_model.safetensors")  # fmt: skip
+    config = {"r": rank, "lora_alpha": rank, "target_modules": [name.rpartition(".")[2]],
+              "peft_type": "LORA"}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "sentence"),
+    [
+        ({"name": "model.llm.layers.9.attn.wq_du"}, 400, "the adapter changes model.layers.9.attn"),
+        ({"name": "model.llm.layers.0.attn.k_sconv"}, 400, "layers.0.attn.k_sconv"),
+        ({"rows": 127}, 400, "lora_B of model.layers.0.attn.wq_du needs shape [128, 4]; found"),
+        ({"rank": 16}, 400, "LoRA rank 16 is greater than max_lora_rank 8"),
+        (None, 404, "No adapter found"),
+    ],
+    ids=["unknown layer", "unknown module", "wrong shape", "large rank", "no folder"],
+)
+def test_a_bad_adapter_is_the_clients_error(
+    service: Service, tmp_path: Path, changes: dict[str, Any] | None, status: int, sentence: str
+) -> None:
+    folder = tmp_path / "bad"
+    if changes is not None:
+        adapter(folder, **changes)
+    found, message = service.load_adapter("bad", folder)
+    assert (found, sentence in message) == (status, True), message
+    assert service.prompt_tokens(image(png())) > IMAGE_TOKENS
+    with pytest.raises(openai.NotFoundError):
+        service.prompt_logprobs("bad", [1, 2])
+
+
+def test_prompts_of_several_adapters_at_once(service: Service, tmp_path: Path) -> None:
+    for name, rank in (("four", 4), ("eight", 8)):
+        assert service.load_adapter(name, adapter(tmp_path / name, rank=rank))[0] == 200
+    models, ids = [service.server.name, "four", "eight"], list(range(10, 50))
+    asked = [(model, ids[:n]) for n in (40, 6, 20) for model in models]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(lambda one: service.prompt_logprobs(*one), asked))
+    alone = {model: service.prompt_logprobs(model, ids) for model in models}
+    assert max(abs(a - b) for a, b in zip(alone["four"], alone["eight"], strict=True)) > 0.01
+    for (model, prompt), logprobs in zip(asked, found, strict=True):
+        assert logprobs == pytest.approx(alone[model][: len(prompt) - 1], abs=1e-4)
+
+
+def failed_start(folder: Path, tmp_path: Path, *arguments: str) -> str:
+    """The first line that is said of a server that cannot start."""
+    small = ["--max-model-len", "256", "--block-size", "16"]
+    with (
+        Server(folder, [*memory_arguments("64M"), *small, *arguments], tmp_path / "server.log",
+               AS_A_USER) as server,
+        pytest.raises(ServerError, match=r"the server ended with status [1-9]") as error,
+    ):  # fmt: skip
+        server.wait_until_ready(300, lambda seconds: None)
+    return str(error.value).splitlines()[0]
+
+
+def test_a_start_with_a_bad_adapter_says_why(checkpoint: Path, tmp_path: Path) -> None:
+    bad = adapter(tmp_path / "bad", rows=127)
+    sentence = failed_start(
+        checkpoint, tmp_path, "--enable-lora", "--lora-modules", f"mine={bad}",
+    )  # fmt: skip
+    assert "lora_B of model.layers.0.attn.wq_du needs shape [128, 4]; found [127, 4]" in sentence
+
+
 def test_a_start_that_fails_names_tensor_and_file(checkpoint: Path, tmp_path: Path) -> None:
     folder, file = tmp_path / "spoilt", "model.safetensors"
     shutil.copytree(checkpoint, folder)
@@ -213,10 +348,5 @@ def test_a_start_that_fails_names_tensor_and_file(checkpoint: Path, tmp_path: Pa
     name = "model.llm.layers.2.attn.k_norm.weight"
     del tensors[name]
     save_file(tensors, folder / file)
-    env = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    arguments = [*memory_arguments("64M"), "--max-model-len", "256", "--block-size", "16"]
-    with Server(folder, arguments, tmp_path / "server.log", env) as server:
-        with pytest.raises(ServerError, match=r"the server ended with status [1-9]"):
-            server.wait_until_ready(300, lambda seconds: None)
-        log = server.log_file.read_text()
-    assert f"tensor {name} is missing from the checkpoint (its neighbours are in {file})" in log
+    wanted = f"tensor {name} is missing from the checkpoint (its neighbours are in {file})"
+    assert wanted in failed_start(folder, tmp_path)
