@@ -1,4 +1,7 @@
-"""Tensor parallelism: two ranks together equal transformers, and disagreeing ranks are refused."""
+"""Two ranks together equal transformers, with experts split by width or spread as wholes.
+
+Ranks that disagree are refused.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from inkling_portable.commands.tiny import write_tiny
 from tests.vllm_cpu.conftest import Oracle, prompt
+from tests.vllm_cpu.test_quantised import make_twin
 
 SERVE = """
 import json, sys
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    folder, prompts = sys.argv[1], json.loads(sys.argv[2])
+    folder, prompts, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
     llm = LLM(folder, dtype="float32", tensor_parallel_size=2, max_model_len=256, block_size=16,
               kv_cache_memory_bytes=64 << 20, gpu_memory_utilization=0.1, max_logprobs=-1,
-              max_num_batched_tokens=48)
+              max_num_batched_tokens=48, **options)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=-1)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     first = [out.outputs[0].logprobs[0] for out in outputs]
@@ -31,20 +36,36 @@ if __name__ == "__main__":
 """
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    write_tiny(tmp_path / "model", preset="small-like", layers=6, dtype="float32")
+QUANTISED = {"layers": 4, "towers": False, "mtp_depths": 0}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({"layers": 6}, {}),
+    # Attention in FP8, too, in tiles that a rank's share cuts.
+    "nvfp4 by width": ({**QUANTISED, "weights": "nvfp4", "layout": "compressed-tensors"}, {}),
+    "mxfp4 by expert": ({**QUANTISED, "weights": "mxfp4"}, {"enable_expert_parallel": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(tmp_path: Path, case: str) -> None:
+    written, options = CASES[case]
+    write_tiny(tmp_path / "model", preset="small-like", dtype="float32", **written)
+    twin = tmp_path / "model"
+    if "weights" in written:
+        twin = tmp_path / "twin"
+        make_twin(tmp_path / "model", twin)
     (tmp_path / "serve.py").write_text(SERVE)
     prompts = [prompt(length) for length in (5, 40, 103)]
     # Each worker gets one core; a machine with one memory node has to be told.
     settings = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     done = subprocess.run(
-        [sys.executable, "serve.py", str(tmp_path / "model"), json.dumps(prompts)],
+        [sys.executable, "serve.py", str(tmp_path / "model"), json.dumps(prompts),
+         json.dumps(options)],
         env={**os.environ, **settings}, capture_output=True, text=True, cwd=tmp_path, check=False,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
     assert lines, done.stderr[-3000:]
     rows, tokens = json.loads(lines[0].removeprefix("answer "))
-    oracle = Oracle(tmp_path / "model")
+    oracle = Oracle(twin)
     answer = oracle.answer(prompts[-1])
     for ids, row, generated in zip(prompts, rows, tokens, strict=True):
         n = len(ids)

@@ -1,0 +1,166 @@
+"""Our experts where the engine's own method cannot be built: MXFP4 on an MI300X, asked for AITER.
+
+The platform is faked for vLLM, whose own classes then raise; ours never ask for them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.platforms import current_platform
+
+from inkling_portable.backends.reference.experts import routed_experts
+from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.model import checkpoint, loading
+from inkling_portable.model import quant_layouts as quant
+from inkling_portable.model.engine import build_routed_experts
+from inkling_portable.model.experts import MoE, OwnWeights
+from inkling_portable.model.settings import Settings
+from inkling_portable.model.weight_format import read_block
+from inkling_portable.target import Target
+from tests.vllm_cpu.conftest import Engine
+
+MI300X = "rocm:gfx942/304+triton=3.6.0+vllm=0.33.0"
+LAYER = "model.layers.3.mlp"
+
+
+@pytest.fixture
+def gfx942(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM sees of the machine becomes an MI300X with AITER, once all is settled."""
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    rocm = ModuleType("vllm.platforms.rocm")
+    for name in ("on_gfx950", "on_gfx1250", "on_gfx1x", "on_gfx12x"):
+        setattr(rocm, name, lambda: False)
+    for name in ("on_gfx942", "on_gfx9", "on_mi3xx"):
+        setattr(rocm, name, lambda: True)
+    monkeypatch.setitem(sys.modules, "vllm.platforms.rocm", rocm)
+    monkeypatch.setattr(rocm_aiter_ops, "is_enabled", lambda: True)
+    platform = type(current_platform)
+    for name, value in (("is_rocm", True), ("is_cpu", False), ("is_cuda_alike", True)):
+        monkeypatch.setattr(platform, name, lambda self, value=value: value)
+
+
+@pytest.fixture
+def config(engines: Callable[..., Engine]) -> Iterator[VllmConfig]:
+    """The current config of vLLM, with `--moe-backend aiter`."""
+    found = copy.copy(engines(block_size=16).llm.llm_engine.vllm_config)
+    found.kernel_config = copy.copy(found.kernel_config)
+    found.kernel_config.moe_backend = "aiter"
+    found.compilation_config = copy.copy(found.compilation_config)
+    found.compilation_config.static_forward_context = {}
+    with set_current_vllm_config(found):
+        yield found
+
+
+@pytest.fixture
+def settings(engines: Callable[..., Engine], tmp_path: Path, config: VllmConfig) -> Settings:
+    """What is settled for a tiny MXFP4 checkpoint of the same sizes on that machine."""
+    write_tiny(tmp_path, weights="mxfp4", layout="quark", dtype="float32")
+    block = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    base = engines(block_size=16).on_model(lambda model: model.settings)
+    return dataclasses.replace(
+        base,
+        target=Target.parse(MI300X),
+        facts=dataclasses.replace(base.facts, weights="mxfp4"),
+        requests=(("routed_experts", "triton"),),
+        quantisation=read_block(block),
+        engine_quant=get_quantization_config("quark").from_config(copy.deepcopy(block)),
+        stored=frozenset(loading.read_headers(tmp_path).shapes),
+    )
+
+
+@pytest.mark.usefixtures("gfx942")
+def test_the_engines_method_raises_there(settings: Settings) -> None:
+    with pytest.raises(Exception, match=r"(?i)aiter.*does not support|routing"):
+        build_routed_experts(
+            experts=8, top_k=2, hidden=128, width=64, select=lambda *_: None,
+            quant_config=settings.engine_quant, prefix=f"{LAYER}.experts",
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("gfx942")
+def test_ours_loads_and_computes_there(settings: Settings, tmp_path: Path) -> None:
+    moe = MoE(settings, None, LAYER)
+    assert moe.own
+    assert moe.experts.share().layout is settings.quantisation.layout
+    files = loading.read_headers(tmp_path)
+    shard = checkpoint.Shard(layers={
+        1: checkpoint.Experts(), 2: moe.share(), 3: moe.share(),
+    })  # fmt: skip
+    where = "model.llm.layers.3.mlp.experts."
+    plan = checkpoint.plan(settings.config, files.shapes, shard, range(4))
+    mine = {name: stored for name, stored in plan.items() if name.startswith(where)}
+    tensors = load_file(tmp_path / "model.safetensors")
+    holder = nn.Module()
+    holder.model = nn.Module()
+    holder.model.layers = nn.ModuleDict({"3": nn.Module()})
+    holder.model.layers["3"].mlp = nn.Module()
+    holder.model.layers["3"].mlp.experts = moe.experts
+    loading.load(holder, tensors.items(), mine, files, False)
+    moe.experts.quant_method.process_weights_after_loading(moe.experts)
+    # What the chosen kernel is held to, since it runs on no CPU.
+    moe.experts.op = routed_experts
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn((5, 128), generator=draw)
+    ids = torch.stack([torch.randperm(8, generator=draw)[:2] for _ in range(5)]).int()
+    weights = torch.rand((5, 2), generator=draw)
+    dense = [
+        quant.decode(quant.layout("mxfp4"), {
+            role: tensors[name]
+            for role, name in (quant.find(quant.layout("mxfp4"), where + w, tensors) or {}).items()
+        })
+        for w in quant.EXPERT_WEIGHTS
+    ]  # fmt: skip
+    wanted = routed_experts(x, ids, weights, *dense, *4 * (None,), "bf16", "bf16", True)
+    assert torch.equal(moe.experts(x, weights, ids), wanted)
+
+
+def test_factors_of_gate_and_up_take_the_ops_form() -> None:
+    own = OwnWeights(32, 16, 2, quant.layout("nvfp4"))
+    own.w13_global.data.copy_(torch.tensor([[2.0, 2.0], [3.0, 3.0]]))
+    own.finish()
+    assert own.w13_global.tolist() == [2.0, 3.0]
+    own = OwnWeights(32, 16, 1, quant.layout("nvfp4"))
+    own.w13_global.data.copy_(torch.tensor([[2.0, 5.0]]))
+    own.finish()
+    assert own.w13_global.tolist() == [[2.0, 5.0] * 16]  # rows alternate
+    own.finish()
+    assert own.w13_global.shape == (1, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"ep": 4, "tp": 2}, "need ep 2; found 4; ask for routed_experts=engine"),
+        ({"lora": True}, "need lora False; found True"),
+    ],
+)
+def test_what_only_the_engine_serves(
+    settings: Settings, changes: dict[str, Any], sentence: str
+) -> None:
+    other = dataclasses.replace(settings, facts=dataclasses.replace(settings.facts, **changes))
+    with pytest.raises(Exception, match=sentence):
+        MoE(other, None, LAYER)
+
+
+def test_rounding_at_start_is_the_engines(settings: Settings) -> None:
+    from inkling_portable.model.weight_format import rounded_at_start
+
+    online = rounded_at_start(SimpleNamespace(get_name=lambda: "fp8"))
+    other = dataclasses.replace(settings, quantisation=online)
+    with pytest.raises(Exception, match="need weights bf16; found fp8"):
+        MoE(other, None, LAYER)
