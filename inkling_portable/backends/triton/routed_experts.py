@@ -68,7 +68,7 @@ class Matrix:
         return replace(self, codes=self.codes.view(torch.int64))
 
 
-def _matrix(name: str, w: Tensor, scale: Tensor | None, gain: Tensor | None, form: str,
+def matrix(name: str, w: Tensor, scale: Tensor | None, gain: Tensor | None, form: str,
             x: Tensor) -> Matrix:  # fmt: skip
     """Raises ValueError naming the argument that does not fit the format."""
     check_rows("routed_experts", **{name: w, f"{name}_scale": scale})
@@ -132,8 +132,8 @@ def routed_experts(
         raise ValueError(f"routed_experts: unknown weight format {format!r}; known are "
                          f"{', '.join(FORMATS)}")  # fmt: skip
     check_rows("routed_experts", x=x)
-    up = _matrix("w13", w13, w13_scale, w13_global, format, x)
-    down = _matrix("w2", w2, w2_scale, w2_global, format, x)
+    up = matrix("w13", w13, w13_scale, w13_global, format, x)
+    down = matrix("w2", w2, w2_scale, w2_global, format, x)
     tokens = x.shape[0]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if tokens == 0 or ids.shape[1] == 0:

@@ -1,0 +1,95 @@
+"""vLLM's own NVFP4 experts, called in place: its fused layer with Humming and with Marlin kernels.
+
+The layer is built as vLLM builds it, filled with the benchmark's weights, and repacked by its own
+code; what is timed is its method's `apply`, from the router's weights and ids to the combined sum.
+Nothing here is imported unless vLLM is; a peer that fails is absent and its reason is printed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Peer = Callable[[dict[str, Any]], torch.Tensor]
+BACKENDS = ("humming", "marlin")
+EMULATION = "emulation"
+
+
+def peers(hidden: int, weights: dict[str, Any], top_k: int) -> dict[str, Peer]:
+    """Name -> a function of a call's x, ids and weights; empty for formats but NVFP4."""
+    found: dict[str, Peer] = {}
+    if weights["format"] != "nvfp4":
+        return found
+    for name in BACKENDS:
+        try:
+            found[name] = _layer(name, hidden, weights, top_k)
+        except Exception as error:
+            print(f"peer {name} is absent: {type(error).__name__}: {str(error)[:400]}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+    return found
+
+
+def _start() -> None:
+    """vLLM's process groups of one rank and its workspace."""
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import parallel_state
+    from vllm.v1.worker import workspace
+
+    if parallel_state.model_parallel_is_initialized():
+        return
+    init_distributed_environment(1, 0, "tcp://127.0.0.1:29517", 0, "nccl")
+    initialize_model_parallel(1, 1)
+    workspace.init_workspace_manager(torch.device("cuda:0"))
+
+
+def _layer(backend: str, hidden: int, weights: dict[str, Any], top_k: int) -> Peer:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config.kernel import KernelConfig
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+
+    config: Any = VllmConfig(kernel_config=KernelConfig(moe_backend=backend))
+    width, experts = weights["w2"].shape[2] * 2, weights["w2"].shape[0]
+
+    def select(hidden_states: Any, gating_output: Any, topk: int, renormalize: bool) -> Any:
+        raise RuntimeError("the benchmark routes by itself")
+
+    torch.set_default_dtype(torch.bfloat16)
+    with set_current_vllm_config(config), torch.device("cuda"):
+        _start()
+        runner: Any = FusedMoEFactory(
+            num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=width,
+            renormalize=False, prefix=f"model.layers.{len(config.compilation_config.static_forward_context)}.mlp.experts",
+            quant_config=ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True),
+            custom_routing_function=select, router_logits_dtype=torch.float32, activation="silu",
+            reduce_results=False,
+        )  # fmt: skip
+        torch.set_default_dtype(torch.float32)
+        layer = runner.routed_experts
+
+        def halves(t: torch.Tensor) -> torch.Tensor:
+            return torch.cat([t[:, 0::2], t[:, 1::2]], dim=1)
+
+        layer.w13_weight.data.copy_(halves(weights["w13"]))
+        layer.w2_weight.data.copy_(weights["w2"])
+        layer.w13_weight_scale.data.view(torch.uint8).copy_(halves(weights["w13_scale"]))
+        layer.w2_weight_scale.data.view(torch.uint8).copy_(weights["w2_scale"])
+        layer.w13_weight_scale_2.data.copy_(weights["w13_global"][:, None].expand(-1, 2))
+        layer.w2_weight_scale_2.data.copy_(weights["w2_global"])
+        layer.w13_input_scale.data.fill_(1.0)
+        layer.w2_input_scale.data.fill_(1.0)
+        layer.quant_method.process_weights_after_loading(layer)
+
+    def run(call: dict[str, Any]) -> torch.Tensor:
+        with set_current_vllm_config(config), set_forward_context(None, config):
+            found: torch.Tensor = layer.quant_method.apply(
+                layer=layer, x=call["x"], topk_weights=call["weights"], topk_ids=call["ids"],
+                shared_experts=None, shared_experts_input=None,
+            )  # fmt: skip
+        return found
+
+    return run

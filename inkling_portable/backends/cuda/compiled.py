@@ -1,0 +1,141 @@
+"""Kernels written in CUDA C++: compiled at first use by the NVRTC that torch's wheels bring.
+
+A source file stands beside its launcher; its macros fix the shape, so that each shape gets its own
+kernel. Nothing here needs a CUDA toolkit, a C++ compiler or a cache on disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class CompileError(RuntimeError):
+    """NVRTC or the driver refused; the message has its words."""
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int),
+                ("rest", ctypes.c_char * 60)]  # fmt: skip
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)),
+                ("count", ctypes.c_uint)]  # fmt: skip
+
+
+_dependent = _Attribute(id=_DEPENDENT, value=1)
+
+
+@cache
+def nvrtc() -> ctypes.CDLL:
+    """The run-time compiler: of the wheels that torch depends on, else the system's.
+
+    Raises CompileError where there is none.
+    """
+    major = (torch.version.cuda or "13").split(".")[0]
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    for folder in (f"cu{major}", "cuda_nvrtc"):
+        for root in roots:
+            found = root / folder / "lib" / f"libnvrtc.so.{major}"
+            if found.is_file():
+                # NVRTC opens its built-ins by their bare name, which finds them once loaded.
+                for part in sorted(found.parent.glob(f"libnvrtc-builtins.so.{major}*")):
+                    ctypes.CDLL(str(part), ctypes.RTLD_GLOBAL)
+                return ctypes.CDLL(str(found))
+    try:
+        return ctypes.CDLL(f"libnvrtc.so.{major}")
+    except OSError as error:
+        raise CompileError(
+            f"needs libnvrtc.so.{major} to compile CUDA kernels; found none ({error}); install "
+            "nvidia-cuda-nvrtc or ask for routed_experts=triton"
+        ) from None
+
+
+def compile_source(source: str, macros: tuple[tuple[str, int], ...], arch: str) -> bytes:
+    """The cubin of CUDA source for `arch`, such as "sm_90". Raises CompileError with the log."""
+    library, program = nvrtc(), ctypes.c_void_p()
+    library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{k}={v}" for k, v in macros)]
+    encoded = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+    failed = library.nvrtcCompileProgram(program, len(options), encoded)
+
+    def text(size: str, get: str) -> bytes:
+        length = ctypes.c_size_t()
+        getattr(library, size)(program, ctypes.byref(length))
+        buffer = ctypes.create_string_buffer(length.value)
+        getattr(library, get)(program, buffer)
+        return buffer.raw
+
+    try:
+        if failed:
+            log = text("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").decode(errors="replace")
+            raise CompileError(f"NVRTC cannot compile for {arch}: {log.strip(chr(0)).strip()}")
+        return text("nvrtcGetCUBINSize", "nvrtcGetCUBIN")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int, doing: str) -> None:
+    if status:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(status, ctypes.byref(name))
+        raise CompileError(f"the CUDA driver failed in {doing}: {(name.value or b'?').decode()}")
+
+
+class Kernel:
+    """One loaded kernel of one device."""
+
+    def __init__(self, function: ctypes.c_void_p) -> None:
+        self._function = function
+
+    def launch(self, grid: tuple[int, int], threads: int, args: Sequence[Tensor | int | None],
+               wide: int, dependent: bool) -> None:  # fmt: skip
+        """Launch on the current stream.
+
+        Tensors go as pointers, None as a null pointer, numbers as 32 bits and the last `wide` of
+        them as 64 bits. A `dependent` kernel may start before its predecessor on the stream ends.
+        """
+        count = len(args)
+        values: list[ctypes._SimpleCData[int]] = []
+        for i, value in enumerate(args):
+            if isinstance(value, int):
+                values.append((ctypes.c_longlong if i >= count - wide else ctypes.c_int)(value))
+            else:
+                values.append(ctypes.c_uint64(0 if value is None else value.data_ptr()))
+        pointers = (ctypes.c_void_p * count)(*(ctypes.addressof(v) for v in values))
+        config = _Config(
+            *grid, 1, threads, 1, 1, 0, torch.cuda.current_stream().cuda_stream,
+            ctypes.pointer(_dependent), int(dependent),
+        )  # fmt: skip
+        status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
+        _check(status, "launching a kernel")
+
+
+@cache
+def kernel(path: Path, name: str, macros: tuple[tuple[str, int], ...], device: int) -> Kernel:
+    """Compile, load and keep kernel `name` of a source file for one device."""
+    major, minor = torch.cuda.get_device_capability(device)
+    cubin = compile_source(path.read_text(), macros, f"sm_{major}{minor}")
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # the device's context exists from here on
+        _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {path.name}")
+    _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()),
+           f"finding {name}")  # fmt: skip
+    return Kernel(function)
