@@ -151,6 +151,7 @@ class Offer:
     when: str | None = None  # "module:attribute" of a test on host integers; several rows may chain
     only_if_asked: bool = False
     note: str = ""
+    verified: str = "run"  # or "signature only": calls of a library that no test here can run
     # Whether a row's result never depends on the rest of the batch; or "module:attribute" of the
     # function for which that holds, which serves under batch invariance.
     invariant: bool | str = False

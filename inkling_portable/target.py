@@ -14,7 +14,7 @@ from importlib import metadata
 # an unrelated package, hence distribution names and not module names.
 LIBRARIES = ("torch", "triton", "vllm", "amd-aiter", "flash-attn-4", "flashinfer-python",
              "humming-kernels")  # fmt: skip
-FEATURES = ("interpret", "p2p", "multicast")
+FEATURES = ("interpret", "p2p", "multicast", "aiter-a16w4")
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,8 @@ class Target:
         """Describe this machine: the first visible accelerator, or the CPU where there is none."""
         target = cls._detect_accelerator() or cls("cpu", "cpu", compute_units=os.cpu_count() or 1)
         features = {"interpret"} if os.environ.get("TRITON_INTERPRET") == "1" else set()
+        if aiter_has_a16w4():
+            features.add("aiter-a16w4")
         return replace(target, libs=_installed(), features=frozenset(features))
 
     @classmethod
@@ -164,6 +166,20 @@ class Target:
         return cls(vendor, arch, device.multi_processor_count,
                    chip.shared_kib if chip else shared, memory,
                    chip.bandwidth_gbs if chip else 0, 64 if vendor == "rocm" else 32)  # fmt: skip
+
+
+def aiter_has_a16w4() -> bool:
+    """Whether the installed AITER has the expert GEMM that we call, with plain SiLU.
+
+    Builds of AITER without git tags have no telling version, so its source is looked at; importing
+    it would take seconds and needs a GPU.
+    """
+    try:
+        files = metadata.distribution("amd-aiter").files or []
+    except metadata.PackageNotFoundError:
+        return False
+    found = [f for f in files if f.name == "moe_op_gemm_a16w4.py"]
+    return any("swiglu_add_residual" in f.read_text() for f in found)
 
 
 def _is_version(text: str) -> bool:

@@ -137,6 +137,7 @@ def main(argv: list[str]) -> int:
                 "verdict": d.verdict,
                 "reason": d.reason,
                 "code": d.offer.code,
+                "verified": d.offer.verified,
                 "measured_on": MEASURED.get((d.op, d.provider), ()),
             }
             for d in decisions

@@ -98,6 +98,18 @@ def _check(status: int, doing: str) -> None:
         raise CompileError(f"the CUDA driver failed in {doing}: {(name.value or b'?').decode()}")
 
 
+def packed(args: Sequence[Tensor | int | None], wide: int
+           ) -> tuple[list[ctypes._SimpleCData[int]], ctypes.Array[ctypes.c_void_p]]:  # fmt: skip
+    """(values, pointers to them) as a launch wants them: see `Kernel.launch`."""
+    values: list[ctypes._SimpleCData[int]] = []
+    for i, value in enumerate(args):
+        if isinstance(value, int):
+            values.append((ctypes.c_longlong if i >= len(args) - wide else ctypes.c_int)(value))
+        else:
+            values.append(ctypes.c_uint64(0 if value is None else value.data_ptr()))
+    return values, (ctypes.c_void_p * len(args))(*(ctypes.addressof(v) for v in values))
+
+
 class Kernel:
     """One loaded kernel of one device."""
 
@@ -111,14 +123,7 @@ class Kernel:
         Tensors go as pointers, None as a null pointer, numbers as 32 bits and the last `wide` of
         them as 64 bits. A `dependent` kernel may start before its predecessor on the stream ends.
         """
-        count = len(args)
-        values: list[ctypes._SimpleCData[int]] = []
-        for i, value in enumerate(args):
-            if isinstance(value, int):
-                values.append((ctypes.c_longlong if i >= count - wide else ctypes.c_int)(value))
-            else:
-                values.append(ctypes.c_uint64(0 if value is None else value.data_ptr()))
-        pointers = (ctypes.c_void_p * count)(*(ctypes.addressof(v) for v in values))
+        _values, pointers = packed(args, wide)
         config = _Config(
             *grid, 1, threads, 1, 1, 0, torch.cuda.current_stream().cuda_stream,
             ctypes.pointer(_dependent), int(dependent),

@@ -10,10 +10,10 @@
 // scale, kept times 2^SHIFT, is exact in bfloat16. Sums are multiplied by 2^(126 - SHIFT) at the end.
 //
 // Macros: K columns, TOP_K, BLOCK codes of a scale (16: E4M3, 32: E8M0), GAIN 1 if there are global
-// scales, INTERLEAVED 1 if gate and up rows alternate, UP 1 for the first product, WARPS_K warps that
-// share k and WARPS_M that share rows of `by_expert`, TILES of 16 rows for a warp, NT groups of 8
-// tokens at a time, AHEAD chunks loaded before they are used, LISTED tokens that an expert may have,
-// PLANNED 1 if tiles come from a plan, RESIDENT blocks of an SM at least.
+// scales, TILES of 16 rows for a warp, AHEAD chunks loaded before they are used, RESIDENT blocks of
+// an SM at least. BY_TOKEN selects that kernel; `by_expert` takes besides: UP 1 for the first product,
+// INTERLEAVED 1 if gate and up rows alternate, WARPS_K warps that share k and WARPS_M that share rows,
+// NT groups of 8 tokens at a time, PLANNED 1 if tiles come from a plan, LISTED tokens at most.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -181,6 +181,7 @@ DEVICE void load_tiles(Codes (*low)[AHEAD], Codes (*high)[AHEAD], const u8* low_
         }
 }
 
+#ifndef BY_TOKEN
 // Pairs of one expert. Without a plan blockIdx.y is the expert, or (by_pair) a pair, of which only
 // the first one that chose its expert works; with a plan (routed_experts_sort.py), a tile of up to
 // 8 NT pairs. UP: rows of x are tokens and silu(gate) * up goes to the bfloat16 out[pair, i]. Else
@@ -327,6 +328,7 @@ by_expert(const u16* x, const int* ids, const int* plan, const u8* w, const u8* 
     }
 }
 
+#else
 // The second product of one token, blockIdx.y, with all its experts: a warp for each slot, and their
 // sum in the order of the slots goes to the bfloat16 out[token, row].
 KERNEL(32 * TOP_K)
@@ -391,3 +393,4 @@ by_token(const u16* inner, const int* ids, const u8* w, const u8* scales, const 
         out[blockIdx.y * out_stride + first_row + tid] = to_bf16(total);
     }
 }
+#endif

@@ -110,11 +110,12 @@ def routed_experts(
     interleaved: bool,
 ) -> Tensor:
     """See the contract and the Triton provider, whose limits hold."""
-    tokens, width = x.shape
+    tokens = x.shape[0]
     if 0 < tokens <= MOST and ids.shape[1] and x.dtype == torch.bfloat16 and format in BLOCKS:
         up = matrix("w13", w13, w13_scale, w13_global, format, x)
         down = matrix("w2", w2, w2_scale, w2_global, format, x)
         aligned = x.stride(-1) == 1 and (x.stride(0) % 8, x.data_ptr() % 16) == (0, 0)
+        aligned = aligned and x.stride(0) * tokens < 1 << 31  # kernels index x with 32 bits
         if act == "bf16" and aligned and fits(up, 128) and fits(down, 128):
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
             ids, weights = ids.contiguous(), weights.contiguous()
@@ -159,8 +160,7 @@ def _run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inte
     if tokens <= BY_TOKEN_TO:
         rows = down_rows(tokens, down.inner)
         macros = {
-            "WARPS_K": 1, "WARPS_M": 1, "TILES": rows.tiles, "NT": 1, "AHEAD": rows.ahead,
-            "RESIDENT": rows.resident, "UP": 0, "INTERLEAVED": 0, "PLANNED": 0, "LISTED": 1,
+            "BY_TOKEN": 1, "TILES": rows.tiles, "AHEAD": rows.ahead, "RESIDENT": rows.resident,
             **_shape(down, top_k),
         }  # fmt: skip
         kernel(SOURCE, "by_token", tuple(macros.items()), x.device.index).launch(

@@ -1,0 +1,69 @@
+"""Signatures of other libraries that rows call and that cannot run here: AITER's and FlashInfer's.
+
+    python -m ci.surface.providers LIBRARY VERSION PATH [LIBRARY VERSION PATH ...]
+
+PATH is a wheel, or a git directory in which the tag v<VERSION> is read. Writes what the source text
+says of the names below into tests/facts/providers.json; nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from .facts import ROOT
+from .syntax import Function, signature
+
+FACTS = ROOT / "tests" / "facts" / "providers.json"
+NAMES = {
+    "amd-aiter": (
+        "aiter.ops.triton.moe.moe_op_gemm_a16w4:moe_gemm_a16w4",
+        "aiter.ops.triton.moe.moe_routing.routing:ExptData",
+        "aiter.ops.triton.moe.moe_routing.routing:RoutingData",
+    ),
+    "flashinfer-python": ("flashinfer.fused_moe.core:cutlass_fused_moe",),
+}
+
+
+def read(path: Path, version: str, name: str) -> str | None:
+    """Source text of a file of a wheel or of a git directory's tag."""
+    if path.is_file():
+        with zipfile.ZipFile(path) as wheel:
+            return wheel.read(name).decode() if name in wheel.namelist() else None
+    found = subprocess.run(["git", "-C", str(path), "show", f"v{version}:{name}"],
+                           capture_output=True, text=True)  # fmt: skip
+    return None if found.returncode else found.stdout
+
+
+def fact(text: str | None, name: str) -> str | None:
+    """Parameters of a function, or fields of a dataclass as parameters; None where it is absent."""
+    for node in ast.parse(text or "").body:
+        if isinstance(node, Function) and node.name == name:
+            return signature(node, False)
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
+            # `field()` without arguments gives no default.
+            optional = [n.value is not None and ast.unparse(n.value) != "field()" for n in fields]
+            return "(" + ", ".join(f"{ast.unparse(n.target)}{'=' * given}"
+                                   for n, given in zip(fields, optional, strict=True)) + ")"  # fmt: skip
+    return None
+
+
+def main(arguments: list[str]) -> None:
+    facts = json.loads(FACTS.read_text()) if FACTS.is_file() else {}
+    for library, version, path in zip(*(arguments[i::3] for i in range(3)), strict=True):
+        found = {}
+        for key in NAMES[library]:
+            module, _, name = key.partition(":")
+            text = read(Path(path), version, module.replace(".", "/") + ".py")
+            found[key] = fact(text, name)
+        facts.setdefault(library, {})[version] = found
+    FACTS.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

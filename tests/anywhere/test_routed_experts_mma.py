@@ -1,0 +1,137 @@
+"""The CUDA kernels of the routed experts on a CPU: their real source and launcher, held to the contract.
+
+`tests/cuda_on_cpu.hpp` runs a block's threads as fibers; a C++ compiler builds each kernel with the
+macros that its launcher chose.
+"""
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inkling_portable.agreement import disagreements
+from inkling_portable.backends.cuda import OFFERS, compiled
+from inkling_portable.backends.cuda import routed_experts_mma as module
+from inkling_portable.registry import Facts, check_schema, contract
+from inkling_portable.target import Target
+from tests.anywhere.test_triton_experts import case
+
+OP = contract("routed_experts")
+OFFER = next(row for row in OFFERS if row.op == "routed_experts" and row.provider == "mma")
+HOST = Path(__file__).parents[1] / "cuda_on_cpu.hpp"
+
+
+class HostKernel:
+    """What `compiled.Kernel` is on a GPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def launch(self, grid: tuple[int, int], threads: int, args: Any, wide: int,
+               dependent: bool) -> None:  # fmt: skip
+        _values, pointers = compiled.packed(args, wide)
+        self.library.launch(*grid, threads, pointers)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., HostKernel]:
+    folder = tmp_path_factory.mktemp("kernels")
+
+    @cache
+    def built(path: Path, name: str, macros: tuple[tuple[str, int], ...], device: int | None
+              ) -> HostKernel:  # fmt: skip
+        library = folder / f"{abs(hash((name, macros)))}.so"
+        defines = [f"-D{k}={v}" for k, v in macros]
+        defines += ["-DON_HOST", f"-DNAME={name}", f'-DSOURCE="{path}"']
+        subprocess.run(["g++", "-x", "c++", "-O1", "-w", "-std=c++17", "-shared", "-fPIC",
+                        *defines, str(HOST), "-o", str(library)], check=True)  # fmt: skip
+        return HostKernel(ctypes.CDLL(str(library)))
+
+    return built
+
+
+@pytest.fixture
+def provider(build: Callable[..., HostKernel], monkeypatch: pytest.MonkeyPatch
+             ) -> Callable[..., Tensor]:  # fmt: skip
+    monkeypatch.setattr(module, "kernel", build)
+    # No case here may be handed on.
+    monkeypatch.setattr(module.triton, "routed_experts", None)
+    function = OFFER.load()
+    check_schema(OP, function, OFFER.code)
+    return function
+
+
+@pytest.mark.parametrize(("form", "rows", "hidden", "inner", "by_token_to", "unplanned_to"), [
+    ("nvfp4", 1, 1024, 128, 16, 256),  # eight warps share k; two launches
+    ("nvfp4", 3, 256, 128, 0, 256),  # three launches
+    ("mxfp4", 12, 128, 256, 0, 256),  # more tokens of an expert than one group holds
+    ("mxfp4", 2, 128, 256, 16, 256),
+    ("nvfp4", 30, 128, 128, 0, 0),  # sorted beforehand
+])  # fmt: skip
+def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, form: str,
+                  rows: int, hidden: int, inner: int, by_token_to: int, unplanned_to: int
+                  ) -> None:  # fmt: skip
+    """Every path, with foreign ids, gate and up rows in turn or as two halves."""
+    monkeypatch.setattr(module, "BY_TOKEN_TO", by_token_to)
+    monkeypatch.setattr(module, "UNPLANNED_TO", unplanned_to)
+    arguments = case(form, rows, 6, 3, hidden, inner, seed=rows)
+    arguments["ids"][0] = torch.tensor([-1, 6, 2])
+    arguments["interleaved"] = rows % 2 == 1
+    assert not disagreements(OP, provider, arguments)
+
+
+def test_row_gains_and_all_tokens_on_the_same_experts(provider: Callable[..., Tensor],
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """A global scale for each row; experts that nobody chose; launches that find ten tokens."""
+    monkeypatch.setattr(module, "BY_TOKEN_TO", 0)
+    arguments = case("nvfp4", 10, 40, 3, 128, 128)
+    arguments["ids"][:] = torch.tensor([7, 0, 39])
+    for name in ("w13_global", "w2_global"):
+        rows = arguments[name.replace("global", "scale")].shape[1]
+        arguments[name] = arguments[name].view(40, 1) * torch.linspace(0.5, 2, rows)
+    assert not disagreements(OP, provider, arguments)
+
+
+def test_steps_run_in_parts_that_change_no_bit(provider: Callable[..., Tensor],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Parts by tokens and by output columns; tokens in any order."""
+    monkeypatch.setattr(module, "BY_TOKEN_TO", 0)
+    arguments = case("mxfp4", 9, 6, 3, 256, 128)
+    plain = provider(**arguments)
+    order = torch.randperm(9)
+    moved = {k: v[order] if k in ("x", "ids", "weights") else v for k, v in arguments.items()}
+    assert torch.equal(provider(**moved), plain[order])
+    monkeypatch.setattr(module, "INNER_BYTES", 4 * 3 * 128 * 2)
+    monkeypatch.setattr(module, "PARTS_BYTES", 4 * 3 * 128 * 4)
+    assert torch.equal(provider(**arguments), plain)
+
+
+def test_what_the_kernels_do_not_take_goes_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[str] = []
+
+    def triton(*args: Any) -> Tensor:
+        handed.append(args[9])
+        return args[0]
+
+    monkeypatch.setattr(module.triton, "routed_experts", triton)
+    monkeypatch.setattr(module, "kernel", None)
+    odd = case("nvfp4", 2, 6, 3, 128, 128)
+    odd["x"] = torch.zeros(2, 132, dtype=torch.bfloat16)[:, 4:]
+    for arguments in (case("fp8", 2, 6, 3, 128, 128), case("nvfp4", 2, 6, 3, 160, 128),
+                      case("mxfp4", 2, 6, 3, 128, 96), odd,
+                      case("nvfp4", 2, 6, 3, 128, 128, torch.float32)):  # fmt: skip
+        OFFER.load()(**arguments)
+    assert handed == ["fp8", "nvfp4", "mxfp4", "nvfp4", "nvfp4"]
+
+
+def test_the_row_needs_an_nvidia_chip_and_4_bit_weights() -> None:
+    h200 = Target.parse("h200+triton=3.6.0")
+    assert OFFER.refusal(h200, Facts(weights="nvfp4", tp=8)) is None
+    assert OFFER.refusal(h200, Facts(weights="fp8")) == "needs weights nvfp4 or mxfp4; asked is fp8"
+    assert "needs sm90" in (OFFER.refusal(Target.parse("cuda:sm80"), Facts(weights="nvfp4")) or "")
