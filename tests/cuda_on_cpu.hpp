@@ -20,7 +20,7 @@
 typedef uint32_t u32;
 struct uint4 { u32 x, y, z, w; };
 struct Index { int x, y, z; };
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, gridDim;
 
 namespace fibers {
 const int MOST = 1024, STACK = 1 << 16;
@@ -61,6 +61,7 @@ static void enter() {
 static void run(int blocks_x, int blocks_y, int threads, void (*kernel)()) {
     body = kernel;
     count = threads;
+    gridDim = {blocks_x, blocks_y, 1};
     for (int b = 0; b < blocks_x * blocks_y; b++) {
         blockIdx = {b % blocks_x, b / blocks_x, 0};
         block = Gate();
@@ -163,24 +164,27 @@ DEVICE void multiply_tiles(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
     meet_warp();
 }
 
-DEVICE u32 votes(bool mine) {
-    static bool held[fibers::MOST];
-    held[threadIdx.x] = mine;
+static int held_ints[fibers::MOST];
+DEVICE int from_lane(int x, int lane) {
+    held_ints[threadIdx.x] = x;
     meet_warp();
-    u32 found = 0;
-    for (int i = 0; i < 32; i++) found |= (u32)held[(threadIdx.x & ~31) + i] << i;
+    const int found = held_ints[(threadIdx.x & ~31) + lane];
     meet_warp();
     return found;
 }
-DEVICE int ones(u32 x) { return __builtin_popcount(x); }
-DEVICE bool any_thread(bool mine) {
-    static bool held[fibers::MOST];
-    held[threadIdx.x] = mine;
-    barrier();
-    bool found = false;
-    for (int i = 0; i < fibers::count; i++) found |= held[i];
-    barrier();
-    return found;
+DEVICE int sum_up_to(int x, int lane) {
+    held_ints[threadIdx.x] = x;
+    meet_warp();
+    int sum = 0;
+    for (int i = 0; i <= lane; i++) sum += held_ints[(threadIdx.x & ~31) + i];
+    meet_warp();
+    return sum;
+}
+// Fibers change at collective operations only.
+DEVICE int add_shared(int* p, int x) {
+    const int before = *p;
+    *p += x;
+    return before;
 }
 DEVICE float exponential(float x) { return expf(x); }
 DEVICE void let_next_start() {}

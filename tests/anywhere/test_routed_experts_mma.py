@@ -67,19 +67,19 @@ def provider(build: Callable[..., HostKernel], monkeypatch: pytest.MonkeyPatch
     return function
 
 
-@pytest.mark.parametrize(("form", "rows", "hidden", "inner", "by_token_to", "unplanned_to"), [
-    ("nvfp4", 1, 1024, 128, 16, 256),  # eight warps share k; two launches
-    ("nvfp4", 3, 256, 128, 0, 256),  # three launches
-    ("mxfp4", 12, 128, 256, 0, 256),  # more tokens of an expert than one group holds
-    ("mxfp4", 2, 128, 256, 16, 256),
-    ("nvfp4", 30, 128, 128, 0, 0),  # sorted beforehand
+@pytest.mark.parametrize(("form", "rows", "hidden", "inner", "by_token_to", "groups"), [
+    ("nvfp4", 1, 1024, 256, 16, 1),  # warps share k; two launches
+    ("nvfp4", 3, 256, 128, 0, 1),  # three launches
+    ("mxfp4", 20, 128, 256, 0, 1),  # more tokens of an expert than one group holds
+    ("mxfp4", 2, 128, 384, 16, 1),
+    ("nvfp4", 30, 256, 128, 0, 2),
 ])  # fmt: skip
 def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, form: str,
-                  rows: int, hidden: int, inner: int, by_token_to: int, unplanned_to: int
+                  rows: int, hidden: int, inner: int, by_token_to: int, groups: int
                   ) -> None:  # fmt: skip
     """Every path, with foreign ids, gate and up rows in turn or as two halves."""
     monkeypatch.setattr(module, "BY_TOKEN_TO", by_token_to)
-    monkeypatch.setattr(module, "UNPLANNED_TO", unplanned_to)
+    monkeypatch.setattr(module, "groups_for", lambda tokens: groups)
     arguments = case(form, rows, 6, 3, hidden, inner, seed=rows)
     arguments["ids"][0] = torch.tensor([-1, 6, 2])
     arguments["interleaved"] = rows % 2 == 1
@@ -100,15 +100,14 @@ def test_row_gains_and_all_tokens_on_the_same_experts(provider: Callable[..., Te
 
 def test_steps_run_in_parts_that_change_no_bit(provider: Callable[..., Tensor],
                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """Parts by tokens and by output columns; tokens in any order."""
+    """Parts by output columns; tokens in any order."""
     monkeypatch.setattr(module, "BY_TOKEN_TO", 0)
     arguments = case("mxfp4", 9, 6, 3, 256, 128)
     plain = provider(**arguments)
     order = torch.randperm(9)
     moved = {k: v[order] if k in ("x", "ids", "weights") else v for k, v in arguments.items()}
     assert torch.equal(provider(**moved), plain[order])
-    monkeypatch.setattr(module, "INNER_BYTES", 4 * 3 * 128 * 2)
-    monkeypatch.setattr(module, "PARTS_BYTES", 4 * 3 * 128 * 4)
+    monkeypatch.setattr(module, "PARTS_BYTES", 9 * 3 * 128 * 4)
     assert torch.equal(provider(**arguments), plain)
 
 

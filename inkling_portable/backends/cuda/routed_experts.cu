@@ -1,6 +1,6 @@
 // Routed experts of few tokens on NVIDIA tensor cores: weights of 4 bits, read once, from sm_90 on.
 //
-// Two kernels, compiled for one shape at a time (the macros below). Weights are the left operand of
+// Compiled for one shape at a time (the macros below). Weights are the left operand of
 // mma.m16n8k16 and go from memory to registers without a detour; tokens are the right operand. The
 // sum over k may be taken in any order, so a lane keeps whatever codes one 16-byte load gives it and
 // takes the activations of just those: a 32-bit word has codes 0..3 in its low half and 4..7 in its
@@ -9,11 +9,12 @@
 // A code's bits moved to bit 6 of a bfloat16 are its value times 2^-126; the product with its block
 // scale, kept times 2^SHIFT, is exact in bfloat16. Sums are multiplied by 2^(126 - SHIFT) at the end.
 //
-// Macros: K columns, TOP_K, BLOCK codes of a scale (16: E4M3, 32: E8M0), GAIN 1 if there are global
-// scales, TILES of 16 rows for a warp, AHEAD chunks loaded before they are used, RESIDENT blocks of
-// an SM at least. BY_TOKEN selects that kernel; `by_expert` takes besides: UP 1 for the first product,
-// INTERLEAVED 1 if gate and up rows alternate, WARPS_K warps that share k and WARPS_M that share rows,
-// NT groups of 8 tokens at a time, PLANNED 1 if tiles come from a plan, LISTED tokens at most.
+// Macros: K columns; W_ROW and S_ROW bytes of a row of codes and of scales; TOP_K; EXPERTS; BLOCK
+// codes of a scale (16: E4M3, 32: E8M0); GAIN 1 if there are global scales; UP 1 for the first
+// product, of which INTERLEAVED is 1 if gate and up rows alternate, else HALF is the rows of each;
+// BY_TOKEN 1 for the second product token by token; WARPS_K warps that share k (BY_TOKEN: TOP_K, one
+// for each slot), WARPS_M that share rows, TILES of 16 rows for a warp, NT groups of 8 tokens at a
+// time, AHEAD chunks of a step, LISTED pairs at most, RESIDENT blocks of an SM at least.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -67,9 +68,16 @@ DEVICE void multiply_tiles(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-DEVICE u32 votes(bool mine) { return __ballot_sync(0xFFFFFFFFu, mine); }
-DEVICE int ones(u32 x) { return __popc(x); }
-DEVICE bool any_thread(bool mine) { return __syncthreads_or(mine); }
+// The sum of `x` over the warp's lanes up to this one.
+DEVICE int sum_up_to(int x, int lane) {
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(0xFFFFFFFFu, x, step);
+        if (lane >= step) x += other;
+    }
+    return x;
+}
+DEVICE int from_lane(int x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
+DEVICE int add_shared(int* p, int x) { return atomicAdd(p, x); }
 DEVICE void barrier() { __syncthreads(); }
 DEVICE float exponential(float x) { return __expf(x); }
 DEVICE u16 to_bf16(float x) {
@@ -85,6 +93,7 @@ DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memor
 #define CHUNK 128  // columns that the four lanes of a row take in one step, 32 each
 #define SHIFT (BLOCK == 16 ? 119 : 63)
 #define UNSHIFT (BLOCK == 16 ? 0x1p7f : 0x1p63f)
+#define THREADS (32 * WARPS_K * WARPS_M)
 
 DEVICE float from_bf16(u16 x) {
     union { u32 bits; float value; } both;
@@ -101,16 +110,6 @@ struct Codes {
     uint4 words;
     u32 scales;
 };
-
-DEVICE Codes load_codes(const u8* row, const u8* scale_row, int chunk, int quarter) {
-    Codes c;
-    c.words = load_once(row + chunk * (CHUNK / 2) + quarter * 16);
-    if (BLOCK == 16)
-        c.scales = load_u16(scale_row + chunk * 8 + quarter * 2);
-    else
-        c.scales = load_u8(scale_row + chunk * 4 + quarter);
-    return c;
-}
 
 // Scales of the first and the last 16 codes, each twice in a pair, times 2^SHIFT.
 DEVICE void decode_scales(u32 codes, u32& first, u32& second) {
@@ -133,264 +132,268 @@ DEVICE void decode(u32 word, u32 scale, u32* pairs) {
     pairs[3] = multiply_pairs(((next & 0x00F000F0u) * 0x0104u) & 0x81C081C0u, scale);
 }
 
-// TILES times sixteen rows (`low` has row g, `high` row g + 8 of lane 4 g + quarter) by 8 N tokens.
-template <int M, int N>
-DEVICE void multiply_chunk(float (*sums)[N][4], const Codes* low, const Codes* high, int stride,
-                           const u16* x, const u32* rows, int chunk) {
-    u32 low_scale[M][2], high_scale[M][2];
-#pragma unroll
-    for (int m = 0; m < M; m++) {
-        decode_scales(low[m * stride].scales, low_scale[m][0], low_scale[m][1]);
-        decode_scales(high[m * stride].scales, high_scale[m][0], high_scale[m][1]);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        u32 a[M][4], b[M][4];
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-            decode(word_of(low[m * stride].words, i), low_scale[m][i / 2], a[m]);
-            decode(word_of(high[m * stride].words, i), high_scale[m][i / 2], b[m]);
-        }
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-            const uint4 v = load_row(x + (rows[n] + chunk * CHUNK + i * 8));
-            const u32 x04 = permute(v.x, v.z, 0x5410), x15 = permute(v.x, v.z, 0x7632);
-            const u32 x26 = permute(v.y, v.w, 0x5410), x37 = permute(v.y, v.w, 0x7632);
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-                multiply_tiles(sums[m][n], a[m][0], b[m][0], a[m][1], b[m][1], x04, x15);
-                multiply_tiles(sums[m][n], a[m][2], b[m][2], a[m][3], b[m][3], x26, x37);
-            }
-        }
-    }
+// What a warp reads in one step: AHEAD chunks of TILES times sixteen rows, of which lane 4 g + q
+// has row g in `low` and row g + 8 in `high`.
+struct Step {
+    Codes low[TILES][AHEAD], high[TILES][AHEAD];
+};
+
+// Distances in rows: of a tile to the next one, and of a lane's two rows.
+#if UP && INTERLEAVED
+#define NEXT 16
+#define OTHER 1
+#elif UP
+#define NEXT 8
+#define OTHER HALF
+#else
+#define NEXT 16
+#define OTHER 8
+#endif
+
+DEVICE Codes load_codes(const u8* row, const u8* scales, int chunk) {
+    Codes c;
+    c.words = load_once(row + chunk * (CHUNK / 2));
+    c.scales = BLOCK == 16 ? load_u16(scales + chunk * 8) : load_u8(scales + chunk * 4);
+    return c;
 }
 
-// Codes of M tiles and AHEAD chunks from `start` on; `next` is the distance of two tiles in rows.
-template <int M>
-DEVICE void load_tiles(Codes (*low)[AHEAD], Codes (*high)[AHEAD], const u8* low_row,
-                       const u8* high_row, const u8* low_scales, const u8* high_scales, i64 next,
-                       i64 next_scales, int start, int quarter) {
+DEVICE void load_step(Step& step, const u8* row, const u8* scales) {
 #pragma unroll
-    for (int m = 0; m < M; m++)
+    for (int m = 0; m < TILES; m++)
 #pragma unroll
         for (int c = 0; c < AHEAD; c++) {
-            low[m][c] = load_codes(low_row + m * next, low_scales + m * next_scales, start + c,
-                                   quarter);
-            high[m][c] = load_codes(high_row + m * next, high_scales + m * next_scales, start + c,
-                                    quarter);
+            step.low[m][c] = load_codes(row + m * NEXT * W_ROW, scales + m * NEXT * S_ROW, c);
+            step.high[m][c] = load_codes(row + (m * NEXT + OTHER) * (i64)W_ROW,
+                                         scales + (m * NEXT + OTHER) * (i64)S_ROW, c);
         }
 }
 
-#ifndef BY_TOKEN
-// Pairs of one expert. Without a plan blockIdx.y is the expert, or (by_pair) a pair, of which only
-// the first one that chose its expert works; with a plan (routed_experts_sort.py), a tile of up to
-// 8 NT pairs. UP: rows of x are tokens and silu(gate) * up goes to the bfloat16 out[pair, i]. Else
-// rows of x are pairs and weights[pair] times the product goes to the float32
-// out[pair, n - first_row], n from first_row on.
-KERNEL(32 * WARPS_K * WARPS_M)
-by_expert(const u16* x, const int* ids, const int* plan, const u8* w, const u8* scales,
-          const float* gains, const float* weights, void* out, int pairs, int by_pair, int tiles,
-          int experts, int rows, int first_row, i64 x_stride, i64 w_expert, i64 w_row, i64 s_expert,
-          i64 s_row, i64 g_expert, i64 g_row, i64 out_stride) {
-    const int THREADS = 32 * WARPS_K * WARPS_M, CHUNKS = K / CHUNK / WARPS_K;
-    SHARED int listed[LISTED];
-    SHARED int counts[WARPS_K * WARPS_M];
-    SHARED float parts[WARPS_M][WARPS_K][TILES][4 * NT][32];
+// Adds the step's rows times 8 NT tokens; x points at a lane's columns of each of its tokens.
+DEVICE void multiply_step(float (*sums)[NT][4], const Step& step, const u16* const* x) {
+#pragma unroll
+    for (int c = 0; c < AHEAD; c++) {
+        u32 low_scale[TILES][2], high_scale[TILES][2];
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            decode_scales(step.low[m][c].scales, low_scale[m][0], low_scale[m][1]);
+            decode_scales(step.high[m][c].scales, high_scale[m][0], high_scale[m][1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 a[TILES][4], b[TILES][4];
+#pragma unroll
+            for (int m = 0; m < TILES; m++) {
+                decode(word_of(step.low[m][c].words, i), low_scale[m][i / 2], a[m]);
+                decode(word_of(step.high[m][c].words, i), high_scale[m][i / 2], b[m]);
+            }
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const uint4 v = load_row(x[n] + c * CHUNK + i * 8);
+                const u32 x04 = permute(v.x, v.z, 0x5410), x15 = permute(v.x, v.z, 0x7632);
+                const u32 x26 = permute(v.y, v.w, 0x5410), x37 = permute(v.y, v.w, 0x7632);
+#pragma unroll
+                for (int m = 0; m < TILES; m++) {
+                    multiply_tiles(sums[m][n], a[m][0], b[m][0], a[m][1], b[m][1], x04, x15);
+                    multiply_tiles(sums[m][n], a[m][2], b[m][2], a[m][3], b[m][3], x26, x37);
+                }
+            }
+        }
+    }
+}
+
+// Blocks stay and take one item after the other: some rows of an expert for up to 8 NT of its
+// tokens, or (BY_TOKEN) some rows of all experts of a token. While a step is computed the next one,
+// of the same item or of the next, is on its way.
+KERNEL(THREADS)
+experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float* gains,
+        const float* weights, void* out, int pairs, int experts, int slabs, int first_row,
+        i64 x_stride, i64 w_expert, i64 s_expert, i64 g_expert, i64 g_row, i64 out_stride) {
+    const int STEPS = K / CHUNK / (BY_TOKEN ? 1 : WARPS_K) / AHEAD;
+    SHARED int chosen[LISTED];
+    SHARED float parts[2][WARPS_M][WARPS_K][TILES][4 * NT][32];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int share = warp % WARPS_K, group = warp / WARPS_K, g = lane >> 2, quarter = lane & 3;
-
-    int expert, found = 0;
-    if (PLANNED) {
-        const int tile = blockIdx.y;
-        expert = plan[3 * experts + tile];
-        if (expert < 0) return;
-        found = plan[expert] - (tile - plan[experts + expert]) * 8 * NT;
-        if (found > 8 * NT) found = 8 * NT;
-        if (tid < found) listed[tid] = plan[3 * experts + tiles + tile * 8 * NT + tid];
-        barrier();
-    } else {
-        expert = by_pair ? ids[blockIdx.y] : (int)blockIdx.y;
-        if (expert < 0 || expert >= experts) return;
-        for (int start = 0; start < pairs; start += THREADS) {
-            const int pair = start + tid;
-            const bool mine = pair < pairs && ids[pair] == expert;
-            const u32 which = votes(mine);
-            if (lane == 0) counts[warp] = ones(which);
-            if (any_thread(by_pair && mine && pair < (int)blockIdx.y)) return;
-            int place = found + ones(which & ((1u << lane) - 1));
-            for (int i = 0; i < WARPS_K * WARPS_M; i++) {
-                if (i < warp) place += counts[i];
-                found += counts[i];
-            }
-            if (mine && place < LISTED) listed[place] = pair;
-            barrier();
-        }
-        if (found == 0) return;
+#if BY_TOKEN
+    for (int i = tid; i < pairs; i += THREADS) chosen[i] = ids[i];
+    barrier();
+    const int items = pairs / TOP_K * slabs;
+#else
+    SHARED int starts[EXPERTS + 1], cursors[EXPERTS];
+    SHARED int owners[LISTED];  // of each tile: its expert, and its number among the expert's * 2^16
+    SHARED int found;
+    // Pairs by expert, and tiles of up to 8 NT pairs.
+    for (int i = tid; i < EXPERTS; i += THREADS) cursors[i] = 0;
+    barrier();
+    for (int i = tid; i < pairs; i += THREADS) {
+        const int expert = ids[i];
+        if (expert >= 0 && expert < experts) add_shared(&cursors[expert], 1);
     }
+    barrier();
+    if (warp == 0) {
+        int pairs_before = 0, tiles_before = 0;
+        for (int first = 0; first < EXPERTS; first += 32) {
+            const int expert = first + lane, count = expert < EXPERTS ? cursors[expert] : 0;
+            const int tiles = (count + 8 * NT - 1) / (8 * NT);
+            const int pairs_end = pairs_before + sum_up_to(count, lane);
+            const int tiles_end = tiles_before + sum_up_to(tiles, lane);
+            if (expert < EXPERTS) {
+                starts[expert] = pairs_end - count;
+                cursors[expert] = pairs_end - count;
+            }
+            for (int i = 0; i < tiles; i++) owners[tiles_end - tiles + i] = expert | i << 16;
+            pairs_before = from_lane(pairs_end, 31);
+            tiles_before = from_lane(tiles_end, 31);
+        }
+        if (lane == 0) {
+            starts[EXPERTS] = pairs_before;
+            found = tiles_before;
+        }
+    }
+    barrier();
+    for (int i = tid; i < pairs; i += THREADS) {
+        const int expert = ids[i];
+        if (expert >= 0 && expert < experts) chosen[add_shared(&cursors[expert], 1)] = i;
+    }
+    barrier();
+    const int items = found * slabs;
+#endif
     let_next_start();
 
-    const int slab = (blockIdx.x * WARPS_M + group) * TILES;
-    int low_row, high_row, step;
-    if (UP) {
-        const int i = slab * 8 + g;
-        low_row = INTERLEAVED ? 2 * i : i;
-        high_row = INTERLEAVED ? 2 * i + 1 : rows / 2 + i;
-        step = INTERLEAVED ? 16 : 8;
-    } else {
-        low_row = first_row + slab * 16 + g;
-        high_row = low_row + 8;
-        step = 16;
+    int item = blockIdx.x, step = 0, buffer = 0;
+    if (item >= items) {
+        if (BY_TOKEN || !UP) wait_for_previous();
+        return;
     }
-    const int k = share * CHUNKS * CHUNK;
-    const u8* codes = w + expert * w_expert + k / 2;
-    const u8* block_scales = scales + expert * s_expert + k / BLOCK;
-    const u8 *low = codes + low_row * w_row, *high = codes + high_row * w_row;
-    const u8 *low_scales = block_scales + low_row * s_row;
-    const u8 *high_scales = block_scales + high_row * s_row;
-
-    for (int first = 0; first < found; first += 8 * NT) {
-        u32 rows_of_x[NT];
-        float sums[TILES][NT][4];
-        Codes low_codes[TILES][AHEAD], high_codes[TILES][AHEAD];
-        load_tiles<TILES>(low_codes, high_codes, low, high, low_scales, high_scales, step * w_row,
-                          step * s_row, 0, quarter);
-        if (!UP && first == 0) wait_for_previous();
+    const u8 *row, *row_scales;
+    // The rows of an item that this lane reads, from its own columns on.
+    auto find_rows = [&](int item) {
+        const int slab = (item % slabs * WARPS_M + group) * TILES;
+        const int first = UP ? slab * 8 + g : first_row + slab * 16 + g;
+        const i64 place = UP && INTERLEAVED ? 2 * first : first;
+#if BY_TOKEN
+        const int asked = chosen[item / slabs * TOP_K + share], k = 0;
+        const i64 expert = asked >= 0 && asked < experts ? asked : 0;
+#else
+        const i64 expert = owners[item / slabs] & 0xFFFF;
+        const int k = share * STEPS * AHEAD * CHUNK;
+#endif
+        row = w + expert * w_expert + place * W_ROW + k / 2 + quarter * 16;
+        row_scales = scales + expert * s_expert + place * S_ROW + k / BLOCK + quarter * 32 / BLOCK;
+    };
+    const u16* rows_of_x[NT];
+    float sums[TILES][NT][4];
+    auto start_item = [&] {
 #pragma unroll
         for (int n = 0; n < NT; n++) {
+#if BY_TOKEN
+            // One token: all eight columns of the right operand are the same.
+            const int pair = item / slabs * TOP_K + share, k = 0;
+#else
+            const int owner = owners[item / slabs], expert = owner & 0xFFFF;
+            const int first = starts[expert] + (owner >> 16) * 8 * NT, at = first + n * 8 + g;
             // Columns of no token repeat one that is there: no column touches another.
-            const int token = first + n * 8 + g, pair = listed[token < found ? token : first];
-            rows_of_x[n] = (UP ? pair / TOP_K : pair) * (u32)x_stride + k + quarter * 32;
+            const int pair = chosen[at < starts[expert + 1] ? at : first];
+            const int k = share * STEPS * AHEAD * CHUNK;
+#endif
+            rows_of_x[n] = x + (UP ? pair / TOP_K : pair) * x_stride + k + quarter * 32;
 #pragma unroll
             for (int m = 0; m < TILES; m++)
+#pragma unroll
                 for (int i = 0; i < 4; i++) sums[m][n][i] = 0;
         }
-#pragma unroll 1
-        for (int start = 0; start < CHUNKS; start += AHEAD) {
-            Codes low_next[TILES][AHEAD], high_next[TILES][AHEAD];
-            if (start + AHEAD < CHUNKS)
-                load_tiles<TILES>(low_next, high_next, low, high, low_scales, high_scales,
-                                  step * w_row, step * s_row, start + AHEAD, quarter);
-#pragma unroll
-            for (int c = 0; c < AHEAD; c++)
-                multiply_chunk<TILES, NT>(sums, &low_codes[0][c], &high_codes[0][c], AHEAD,
-                                          x, rows_of_x, start + c);
-#pragma unroll
-            for (int m = 0; m < TILES; m++)
-#pragma unroll
-                for (int c = 0; c < AHEAD; c++) {
-                    low_codes[m][c] = low_next[m][c];
-                    high_codes[m][c] = high_next[m][c];
-                }
-        }
+    };
+    // The sum over warps, always in the same order. Sums 0 and 2 of a lane are rows g and g + 8 of one
+    // token, sums 1 and 3 those of the next token.
+    auto finish_item = [&] {
 #pragma unroll
         for (int m = 0; m < TILES; m++)
 #pragma unroll
             for (int n = 0; n < NT; n++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) parts[group][share][m][n * 4 + i][lane] = sums[m][n][i];
+                for (int i = 0; i < 4; i++)
+                    parts[buffer][group][share][m][n * 4 + i][lane] = sums[m][n][i];
         barrier();
-        // Sums over the warps that shared k, always in the same order: sums 0 and 2 of a lane are
-        // rows g and g + 8 of one token, sums 1 and 3 those of the next token.
+#if BY_TOKEN
+        const int token = item / slabs, column = item % slabs * TILES * 16 + tid;
+        if (tid < TILES * 16) {
+            float total = 0;
+            for (int s = 0; s < TOP_K; s++) {
+                const int expert = chosen[token * TOP_K + s];
+                if (expert < 0 || expert >= experts) continue;
+                float one = parts[buffer][0][s][tid / 16][tid / 8 % 2 * 2][tid % 8 * 4];
+                if (GAIN) one *= gains[expert * g_expert + column * g_row];
+                total += one * (weights[token * TOP_K + s] * UNSHIFT);
+            }
+            ((u16*)out)[token * out_stride + column] = to_bf16(total);
+        }
+#else
+        const int owner = owners[item / slabs], expert = owner & 0xFFFF;
+        const int first = starts[expert] + (owner >> 16) * 8 * NT, end = starts[expert + 1];
         for (int j = tid; j < WARPS_M * TILES * NT * 64; j += THREADS) {
             const int from = j & 31, odd = j >> 5 & 1, n = (j >> 6) % NT, tile = (j >> 6) / NT;
-            const int token = first + n * 8 + (from & 3) * 2 + odd;
-            if (token >= found) continue;
+            const int at = first + n * 8 + (from & 3) * 2 + odd;
+            if (at >= end) continue;
             float a = 0, b = 0;
             for (int s = 0; s < WARPS_K; s++) {
-                a += parts[tile / TILES][s][tile % TILES][n * 4 + odd][from];
-                b += parts[tile / TILES][s][tile % TILES][n * 4 + odd + 2][from];
+                a += parts[buffer][tile / TILES][s][tile % TILES][n * 4 + odd][from];
+                b += parts[buffer][tile / TILES][s][tile % TILES][n * 4 + odd + 2][from];
             }
             a *= UNSHIFT;
             b *= UNSHIFT;
-            const int pair = listed[token], part = blockIdx.x * WARPS_M * TILES + tile;
+            const int pair = chosen[at], part = item % slabs * WARPS_M * TILES + tile;
+            const int row = UP ? part * 8 + (from >> 2) : part * 16 + (from >> 2) + first_row;
+            if (GAIN) {
+                a *= gains[expert * g_expert + (UP && INTERLEAVED ? 2 * row : row) * g_row];
+                b *= gains[expert * g_expert +
+                           (UP && INTERLEAVED ? 2 * row + 1 : row + OTHER) * g_row];
+            }
             if (UP) {
-                const int i = part * 8 + (from >> 2);
-                if (GAIN) {
-                    a *= gains[expert * g_expert + (INTERLEAVED ? 2 * i : i) * g_row];
-                    b *= gains[expert * g_expert + (INTERLEAVED ? 2 * i + 1 : rows / 2 + i) * g_row];
-                }
                 // Gate and up are rounded to storage before the activation, as the contract says.
                 const float gate = from_bf16(to_bf16(a)), up = from_bf16(to_bf16(b));
-                ((u16*)out)[pair * out_stride + i] = to_bf16(gate / (1.0f + exponential(-gate)) * up);
+                ((u16*)out)[pair * out_stride + row] =
+                    to_bf16(gate / (1.0f + exponential(-gate)) * up);
             } else {
-                const int column = part * 16 + (from >> 2), row = first_row + column;
-                const float weight = weights[pair];
-                if (GAIN) {
-                    a *= gains[expert * g_expert + row * g_row];
-                    b *= gains[expert * g_expert + (row + 8) * g_row];
-                }
-                float* place = (float*)out + pair * out_stride + column;
-                place[0] = a * weight;
-                place[8] = b * weight;
+                float* place = (float*)out + pair * out_stride + row - first_row;
+                place[0] = a * weights[pair];
+                place[8] = b * weights[pair];
             }
         }
-        barrier();
-    }
-}
-
-#else
-// The second product of one token, blockIdx.y, with all its experts: a warp for each slot, and their
-// sum in the order of the slots goes to the bfloat16 out[token, row].
-KERNEL(32 * TOP_K)
-by_token(const u16* inner, const int* ids, const u8* w, const u8* scales, const float* gains,
-         const float* weights, u16* out, int experts, i64 inner_stride, i64 w_expert, i64 w_row,
-         i64 s_expert, i64 s_row, i64 g_expert, i64 g_row, i64 out_stride) {
-    const int CHUNKS = K / CHUNK;
-    SHARED float parts[TOP_K][TILES * 16];
-    const int tid = threadIdx.x, lane = tid & 31, slot = tid >> 5, g = lane >> 2, quarter = lane & 3;
-    const int pair = blockIdx.y * TOP_K + slot, expert = ids[pair];
-    const int first_row = blockIdx.x * TILES * 16;
-    let_next_start();
-    float sums[TILES][1][4];
-#pragma unroll
-    for (int m = 0; m < TILES; m++)
-        for (int i = 0; i < 4; i++) sums[m][0][i] = 0;
-    const bool known = expert >= 0 && expert < experts;
-    if (!known) wait_for_previous();
-    if (known) {
-        const u8* low = w + expert * w_expert + (first_row + g) * w_row;
-        const u8* low_scales = scales + expert * s_expert + (first_row + g) * s_row;
-        const u8 *high = low + 8 * w_row, *high_scales = low_scales + 8 * s_row;
-        // One token: all eight columns of the right operand are the same.
-        const u32 row = pair * (u32)inner_stride + quarter * 32;
-        Codes low_codes[TILES][AHEAD], high_codes[TILES][AHEAD];
-        load_tiles<TILES>(low_codes, high_codes, low, high, low_scales, high_scales, 16 * w_row,
-                          16 * s_row, 0, quarter);
-        wait_for_previous();
-#pragma unroll 1
-        for (int start = 0; start < CHUNKS; start += AHEAD) {
-            Codes low_next[TILES][AHEAD], high_next[TILES][AHEAD];
-            if (start + AHEAD < CHUNKS)
-                load_tiles<TILES>(low_next, high_next, low, high, low_scales, high_scales,
-                                  16 * w_row, 16 * s_row, start + AHEAD, quarter);
-#pragma unroll
-            for (int c = 0; c < AHEAD; c++)
-                multiply_chunk<TILES, 1>(sums, &low_codes[0][c], &high_codes[0][c], AHEAD,
-                                         inner, &row, start + c);
-#pragma unroll
-            for (int m = 0; m < TILES; m++)
-#pragma unroll
-                for (int c = 0; c < AHEAD; c++) {
-                    low_codes[m][c] = low_next[m][c];
-                    high_codes[m][c] = high_next[m][c];
-                }
-        }
-    }
-    if (quarter == 0) {
-        const float weight = known ? weights[pair] * UNSHIFT : 0.0f;
-        for (int m = 0; m < TILES; m++)
-            for (int half = 0; half < 2; half++) {
-                const int row = m * 16 + half * 8 + g;
-                float value = sums[m][0][half * 2] * weight;
-                if (GAIN && known) value *= gains[expert * g_expert + (first_row + row) * g_row];
-                parts[slot][row] = value;
-            }
-    }
-    barrier();
-    if (tid < TILES * 16) {
-        float total = 0;
-        for (int s = 0; s < TOP_K; s++) total += parts[s][tid];
-        out[blockIdx.y * out_stride + first_row + tid] = to_bf16(total);
-    }
-}
 #endif
+        buffer ^= 1;
+    };
+    // Computes what is in `now` and asks for what follows; false after the last step.
+    auto advance = [&](const Step& now, Step& next) {
+        const bool last = step == STEPS - 1;
+        if (last) {
+            if (item + (int)gridDim.x < items) {
+                find_rows(item + gridDim.x);
+                load_step(next, row, row_scales);
+            }
+        } else {
+            row += AHEAD * (CHUNK / 2);
+            row_scales += AHEAD * (CHUNK / BLOCK);
+            load_step(next, row, row_scales);
+        }
+        multiply_step(sums, now, rows_of_x);
+        if (!last) {
+            step++;
+#pragma unroll
+            for (int n = 0; n < NT; n++) rows_of_x[n] += AHEAD * CHUNK;
+            return true;
+        }
+        finish_item();
+        item += gridDim.x;
+        step = 0;
+        if (item >= items) return false;
+        start_item();
+        return true;
+    };
+    Step one, two;
+    find_rows(item);
+    load_step(one, row, row_scales);
+    if (BY_TOKEN || !UP) wait_for_previous();
+    start_item();
+#pragma unroll 1
+    while (advance(one, two) && advance(two, one)) {
+    }
+}
