@@ -12,10 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+
+from inkling_portable.backends.triton.routed_experts_decode import e2m1_pair, e8m0_scale
 
 Peer = Callable[[dict[str, Any]], torch.Tensor]
 BACKENDS = ("humming", "marlin")
-EMULATION = "emulation"
 
 
 def peers(hidden: int, weights: dict[str, Any], top_k: int) -> dict[str, Peer]:
@@ -90,6 +93,49 @@ def _layer(backend: str, hidden: int, weights: dict[str, Any], top_k: int) -> Pe
                 layer=layer, x=call["x"], topk_weights=call["weights"], topk_ids=call["ids"],
                 shared_experts=None, shared_experts_input=None,
             )  # fmt: skip
+        return found
+
+    return run
+
+
+@triton.jit
+def _dequantise(codes, scales, out, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    scale = e8m0_scale(tl.load(scales + i // SCALED))
+    even, odd = e2m1_pair(tl.load(codes + i), scale, tl.float32)
+    pair = tl.join(even, odd) * 2.0**63
+    tl.store(out + i[:, None] * 2 + tl.arange(0, 2)[None, :], pair)
+
+
+def whole_stack(weights: dict[str, Any]) -> Peer:
+    """What vLLM does with MXFP4 on gfx942: all experts to bfloat16 on every call, then its GEMM.
+
+    Its dequantisation is Quark's, which this machine lacks; ours takes its place at the speed of
+    memory, so the incumbent is flattered.
+    """
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import fused_experts
+
+    config: Any = VllmConfig()
+    order = torch.arange(weights["w13"].shape[1], device="cuda")
+    order = torch.cat([order[0::2], order[1::2]])
+    packed = {
+        "w13": (weights["w13"][:, order].contiguous(), weights["w13_scale"][:, order].contiguous()),
+        "w2": (weights["w2"], weights["w2_scale"]),
+    }
+
+    def dense(name: str) -> torch.Tensor:
+        codes, scales = packed[name]
+        shape = (*codes.shape[:2], codes.shape[2] * 2)
+        out = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+        _dequantise[(codes.numel() // 1024,)](codes, scales, out, SCALED=16, BLOCK=1024)
+        return out
+
+    def run(call: dict[str, Any]) -> torch.Tensor:
+        with set_current_vllm_config(config):
+            found: torch.Tensor = fused_experts(
+                call["x"], dense("w13"), dense("w2"), call["weights"], call["ids"]
+            )
         return found
 
     return run

@@ -73,6 +73,8 @@ def provider(build: Callable[..., HostKernel], monkeypatch: pytest.MonkeyPatch
     ("mxfp4", 20, 128, 256, 0, 1),  # more tokens of an expert than one group holds
     ("mxfp4", 2, 128, 384, 16, 1),
     ("nvfp4", 30, 256, 128, 0, 2),
+    ("nvfp4", 301, 128, 128, 0, 0),  # sorted beforehand, an odd number of chunks
+    ("mxfp4", 400, 256, 128, 0, 0),
 ])  # fmt: skip
 def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, form: str,
                   rows: int, hidden: int, inner: int, by_token_to: int, groups: int
@@ -100,7 +102,7 @@ def test_row_gains_and_all_tokens_on_the_same_experts(provider: Callable[..., Te
 
 def test_steps_run_in_parts_that_change_no_bit(provider: Callable[..., Tensor],
                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """Parts by output columns; tokens in any order."""
+    """Parts by output columns and by tokens; tokens in any order."""
     monkeypatch.setattr(module, "BY_TOKEN_TO", 0)
     arguments = case("mxfp4", 9, 6, 3, 256, 128)
     plain = provider(**arguments)
@@ -108,6 +110,8 @@ def test_steps_run_in_parts_that_change_no_bit(provider: Callable[..., Tensor],
     moved = {k: v[order] if k in ("x", "ids", "weights") else v for k, v in arguments.items()}
     assert torch.equal(provider(**moved), plain[order])
     monkeypatch.setattr(module, "PARTS_BYTES", 9 * 3 * 128 * 4)
+    assert torch.equal(provider(**arguments), plain)
+    monkeypatch.setattr(module, "INNER_BYTES", 4 * 3 * 128 * 2)
     assert torch.equal(provider(**arguments), plain)
 
 

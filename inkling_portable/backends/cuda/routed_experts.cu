@@ -14,7 +14,8 @@
 // product, of which INTERLEAVED is 1 if gate and up rows alternate, else HALF is the rows of each;
 // BY_TOKEN 1 for the second product token by token; WARPS_K warps that share k (BY_TOKEN: TOP_K, one
 // for each slot), WARPS_M that share rows, TILES of 16 rows for a warp, NT groups of 8 tokens at a
-// time, AHEAD chunks of a step, LISTED pairs at most, RESIDENT blocks of an SM at least.
+// time, AHEAD chunks of a step, LISTED pairs at most, RESIDENT blocks of an SM at least. MANY 1 selects
+// the kernel for many tokens, with WARPS_K and AHEAD 1.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -79,10 +80,10 @@ DEVICE int sum_up_to(int x, int lane) {
 DEVICE int from_lane(int x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 DEVICE int add_shared(int* p, int x) { return atomicAdd(p, x); }
 DEVICE void barrier() { __syncthreads(); }
-DEVICE float exponential(float x) { return __expf(x); }
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 DEVICE u16 to_bf16(float x) {
-    u16 v;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(x));
+    u32 v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(v) : "f"(x));
     return v;
 }
 // Programmatic dependent launch: the next kernel may start; the previous one has finished.
@@ -168,6 +169,7 @@ DEVICE void load_step(Step& step, const u8* row, const u8* scales) {
         }
 }
 
+#if !MANY
 // Adds the step's rows times 8 NT tokens; x points at a lane's columns of each of its tokens.
 DEVICE void multiply_step(float (*sums)[NT][4], const Step& step, const u16* const* x) {
 #pragma unroll
@@ -213,6 +215,9 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
     SHARED float parts[2][WARPS_M][WARPS_K][TILES][4 * NT][32];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int share = warp % WARPS_K, group = warp / WARPS_K, g = lane >> 2, quarter = lane & 3;
+    // The second product waits later, before it reads what the first one wrote: its weights are on
+    // their way by then.
+    if (UP) wait_for_previous();
 #if BY_TOKEN
     for (int i = tid; i < pairs; i += THREADS) chosen[i] = ids[i];
     barrier();
@@ -261,7 +266,7 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
 
     int item = blockIdx.x, step = 0, buffer = 0;
     if (item >= items) {
-        if (BY_TOKEN || !UP) wait_for_previous();
+        if (!UP) wait_for_previous();
         return;
     }
     const u8 *row, *row_scales;
@@ -350,8 +355,7 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
             if (UP) {
                 // Gate and up are rounded to storage before the activation, as the contract says.
                 const float gate = from_bf16(to_bf16(a)), up = from_bf16(to_bf16(b));
-                ((u16*)out)[pair * out_stride + row] =
-                    to_bf16(gate / (1.0f + exponential(-gate)) * up);
+                ((u16*)out)[pair * out_stride + row] = to_bf16(silu(gate) * up);
             } else {
                 float* place = (float*)out + pair * out_stride + row - first_row;
                 place[0] = a * weights[pair];
@@ -391,9 +395,140 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
     Step one, two;
     find_rows(item);
     load_step(one, row, row_scales);
-    if (BY_TOKEN || !UP) wait_for_previous();
+    if (!UP) wait_for_previous();
     start_item();
 #pragma unroll 1
     while (advance(one, two) && advance(two, one)) {
     }
 }
+
+#else
+// The same for many tokens: blockIdx.y is a tile of a plan (routed_experts_sort.py), up to 8 NT pairs
+// of one expert; blockIdx.x takes 16 TILES WARPS_M rows. The activations of a chunk lie in shared
+// memory as the right operands of each lane, {(0,4), (1,5), (2,6), (3,7)} of eight columns, while
+// those of the next chunk are on their way.
+KERNEL(THREADS)
+experts(const u16* x, const int* plan, const u8* w, const u8* scales, const float* gains,
+        const float* weights, void* out, int tiles, int experts, int first_row, i64 x_stride,
+        i64 w_expert, i64 s_expert, i64 g_expert, i64 g_row, i64 out_stride) {
+    const int CHUNKS = K / CHUNK, SLOTS = 128 * NT / THREADS, PITCH = 32 * NT + 2;
+    SHARED uint4 staged[2][4 * PITCH];
+    SHARED int listed[8 * NT];
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, quarter = lane & 3;
+    const int expert = plan[3 * experts + blockIdx.y];
+    if (expert < 0) return;
+    int found = plan[expert] - ((int)blockIdx.y - plan[experts + expert]) * 8 * NT;
+    if (found > 8 * NT) found = 8 * NT;
+    if (tid < 8 * NT)
+        listed[tid] = plan[3 * experts + tiles + blockIdx.y * 8 * NT + (tid < found ? tid : 0)];
+    barrier();
+
+    // A thread brings 16 columns' quarters of some rows: slot s is row s / 16, part s % 16.
+    const u16* sources[SLOTS];
+    int places[SLOTS];
+    uint4 brought[SLOTS];
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        const int slot = j * THREADS + tid, row = slot >> 4, q = slot >> 2 & 3, i = slot & 3;
+        const int pair = listed[row];
+        sources[j] = x + (UP ? pair / TOP_K : pair) * x_stride + q * 32 + i * 8;
+        places[j] = i * PITCH + (row >> 3) * 32 + (row & 7) * 4 + q;
+        brought[j] = load_row(sources[j]);
+    }
+    auto stage = [&](int buffer) {
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            const uint4 v = brought[j];
+            staged[buffer][places[j]] = {permute(v.x, v.z, 0x5410), permute(v.x, v.z, 0x7632),
+                                         permute(v.y, v.w, 0x5410), permute(v.y, v.w, 0x7632)};
+        }
+    };
+    const int slab = (blockIdx.x * WARPS_M + warp) * TILES;
+    const int first = UP ? slab * 8 + g : first_row + slab * 16 + g;
+    const i64 place = UP && INTERLEAVED ? 2 * first : first;
+    const u8* row = w + expert * w_expert + place * W_ROW + quarter * 16;
+    const u8* row_scales = scales + expert * s_expert + place * S_ROW + quarter * 32 / BLOCK;
+    float sums[TILES][NT][4];
+#pragma unroll
+    for (int m = 0; m < TILES; m++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[m][n][i] = 0;
+    Step one, two;
+    load_step(one, row, row_scales);
+    stage(0);
+    barrier();
+    auto advance = [&](int chunk, const Step& now, Step& next) {
+        const bool more = chunk + 1 < CHUNKS;
+        if (more) {
+            row += CHUNK / 2;
+            row_scales += CHUNK / BLOCK;
+            load_step(next, row, row_scales);
+#pragma unroll
+            for (int j = 0; j < SLOTS; j++) brought[j] = load_row(sources[j] + (chunk + 1) * CHUNK);
+        }
+        const uint4* const here = staged[chunk & 1];
+        u32 low_scale[TILES][2], high_scale[TILES][2];
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            decode_scales(now.low[m][0].scales, low_scale[m][0], low_scale[m][1]);
+            decode_scales(now.high[m][0].scales, high_scale[m][0], high_scale[m][1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 a[TILES][4], b[TILES][4];
+#pragma unroll
+            for (int m = 0; m < TILES; m++) {
+                decode(word_of(now.low[m][0].words, i), low_scale[m][i / 2], a[m]);
+                decode(word_of(now.high[m][0].words, i), high_scale[m][i / 2], b[m]);
+            }
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const uint4 v = here[i * PITCH + n * 32 + lane];
+#pragma unroll
+                for (int m = 0; m < TILES; m++) {
+                    multiply_tiles(sums[m][n], a[m][0], b[m][0], a[m][1], b[m][1], v.x, v.y);
+                    multiply_tiles(sums[m][n], a[m][2], b[m][2], a[m][3], b[m][3], v.z, v.w);
+                }
+            }
+        }
+        if (more) {
+            stage(chunk + 1 & 1);
+            barrier();
+        }
+    };
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+        advance(chunk, one, two);
+        if (chunk + 1 < CHUNKS) advance(chunk + 1, two, one);
+    }
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+        const int low = UP ? first + m * 8 : first + m * 16, high = low + 8;
+        float low_gain = UNSHIFT, high_gain = UNSHIFT;
+        if (GAIN) {
+            low_gain *= gains[expert * g_expert + (UP && INTERLEAVED ? 2 * low : low) * g_row];
+            high_gain *= gains[expert * g_expert +
+                               (UP ? INTERLEAVED ? 2 * low + 1 : low + HALF : high) * g_row];
+        }
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+                const int at = n * 8 + quarter * 2 + odd;
+                if (at >= found) continue;
+                const i64 pair = listed[at];
+                const float a = sums[m][n][odd] * low_gain, b = sums[m][n][odd + 2] * high_gain;
+                if (UP) {
+                    const float gate = from_bf16(to_bf16(a)), up = from_bf16(to_bf16(b));
+                    ((u16*)out)[pair * out_stride + low] = to_bf16(silu(gate) * up);
+                } else {
+                    float* to = (float*)out + pair * out_stride + low - first_row;
+                    to[0] = a * weights[pair];
+                    to[8] = b * weights[pair];
+                }
+            }
+    }
+}
+#endif

@@ -1,8 +1,9 @@
-"""The chosen experts of few tokens, from 4-bit weights through registers to tensor cores.
+"""The chosen experts, from 4-bit weights through registers to tensor cores of NVIDIA's.
 
 `routed_experts.cu` says how. Two launches up to `BY_TOKEN_TO` tokens; then three, since experts
-that several tokens share are read once in the second product too. More than `FEW` tokens, other
-formats and widths that do not fit go to the Triton kernels, which read the same layout.
+that several tokens share are read once in the second product too; beyond `FEW` tokens the pairs are
+sorted first and activations go through shared memory. Other formats and widths that do not fit go
+to the Triton kernels, which read the same layout.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from inkling_portable.backends.triton import routed_experts as triton
 from inkling_portable.backends.triton._common import ceil_div, compute_units, next_power_of_2
 from inkling_portable.backends.triton.routed_experts import BLOCKS, Matrix, matrix
 from inkling_portable.backends.triton.routed_experts_gemm import combine_kernel
+from inkling_portable.backends.triton.routed_experts_sort import make_plan
 
 SOURCE = Path(__file__).with_name("routed_experts.cu")
 CHUNK = 128  # columns that the kernels take at a time
 FEW = 256
-"""Tokens up to which these kernels serve."""
+"""Tokens up to which blocks sort the pairs themselves and read activations as they are."""
 BY_TOKEN_TO = 16
 """Tokens up to which the second product is computed token by token: one launch less."""
-PARTS_BYTES = 40 << 20
-"""Bound of what the second product writes for each pair before the sum over slots."""
+INNER_BYTES = 38 << 20
+PARTS_BYTES = 24 << 20
+"""Bounds of what lies between the two products, and of what the second one writes for each pair."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ def down_tiles(tokens: int, inner: int) -> Tiles:
 def token_tiles(inner: int) -> Tiles:
     """Settings of the second product token by token: a warp for each slot."""
     return Tiles(1, 1, 1, 1, most_ahead(inner // CHUNK, 3), 3)
+
+
+def many_tiles(tokens: int, up: bool) -> Tiles:
+    """Settings of both products beyond FEW tokens."""
+    return Tiles(1, 4, 2, 4 if tokens <= 2048 else 8, 1, 2)
 
 
 def groups_for(tokens: int) -> int:
@@ -93,22 +101,30 @@ def routed_experts(
 ) -> Tensor:
     """See the contract and the Triton provider, whose limits hold."""
     tokens = x.shape[0]
-    if 0 < tokens <= FEW and ids.shape[1] and x.dtype == torch.bfloat16 and format in BLOCKS:
+    if tokens and ids.shape[1] and x.dtype == torch.bfloat16 and format in BLOCKS:
         up = matrix("w13", w13, w13_scale, w13_global, format, x)
         down = matrix("w2", w2, w2_scale, w2_global, format, x)
         aligned = x.stride(-1) == 1 and (x.stride(0) % 8, x.data_ptr() % 16) == (0, 0)
         if act == "bf16" and aligned and fits(up, 128) and fits(down, 128):
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
-            _few(x, ids.contiguous(), weights.contiguous(), up, down, interleaved, out)
+            ids, weights = ids.contiguous(), weights.contiguous()
+            share = max(1, INNER_BYTES // (ids.shape[1] * down.inner * 2))
+            for start in range(0, tokens, share):
+                part = slice(start, start + share)
+                _run(x[part], ids[part], weights[part], up, down, interleaved, out[part])
             return out
     return triton.routed_experts(x, ids, weights, w13, w2, w13_scale, w2_scale, w13_global,
                                  w2_global, format, act, interleaved)  # fmt: skip
 
 
-def _few(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, interleaved: bool,
+def _run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, interleaved: bool,
          out: Tensor) -> None:  # fmt: skip
     (tokens, width), top_k = x.shape, ids.shape[1]
     pairs, experts = ids.numel(), up.codes.shape[0]
+    many = tokens > FEW
+    plan, tiles = None, 0
+    if many:
+        plan, tiles = make_plan(ids, experts, 8 * many_tiles(tokens, True).groups)
 
     def product(m: Matrix, source: Tensor, target: Tensor, how: Tiles, first: int, last: int,
                 is_up: bool, by_token: bool) -> None:  # fmt: skip
@@ -119,25 +135,31 @@ def _few(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inte
             "K": m.inner, "W_ROW": w_row, "S_ROW": s_row, "TOP_K": top_k, "EXPERTS": experts,
             "BLOCK": BLOCKS[m.form], "GAIN": int(m.gain is not None), "UP": int(is_up),
             "INTERLEAVED": int(interleaved), "HALF": m.rows // 2, "BY_TOKEN": int(by_token),
-            "WARPS_K": warps_k, "WARPS_M": how.warps_m, "TILES": how.tiles, "NT": how.groups,
-            "AHEAD": how.ahead, "LISTED": max(512, next_power_of_2(pairs)),
-            "RESIDENT": how.resident,
+            "MANY": int(many), "WARPS_K": warps_k, "WARPS_M": how.warps_m, "TILES": how.tiles,
+            "NT": how.groups, "AHEAD": how.ahead, "RESIDENT": how.resident,
+            "LISTED": 0 if many else max(512, next_power_of_2(pairs)),
         }  # fmt: skip
+        run = kernel(SOURCE, "experts", tuple(macros.items()), x.device.index)
+        threads = 32 * warps_k * how.warps_m
+        strides = (source.stride(0), w_expert, s_expert, g_expert, g_row, target.stride(0))
+        if many:
+            run.launch((slabs, tiles), threads,
+                       (source, plan, m.codes, m.scale, m.gain, weights, target, tiles, experts,
+                        first, *strides), 6, False)  # fmt: skip
+            return
         # No more tiles than pairs: what the host knows of the routing.
         items = (tokens if by_token else pairs) * slabs
-        kernel(SOURCE, "experts", tuple(macros.items()), x.device.index).launch(
-            (min(items, how.resident * compute_units()), 1), 32 * warps_k * how.warps_m,
-            (source, ids, m.codes, m.scale, m.gain, weights, target, pairs, experts, slabs, first,
-             source.stride(0), w_expert, s_expert, g_expert, g_row, target.stride(0)),
-            6, not is_up,
-        )  # fmt: skip
+        run.launch((min(items, how.resident * compute_units()), 1), threads,
+                   (source, ids, m.codes, m.scale, m.gain, weights, target, pairs, experts, slabs,
+                    first, *strides), 6, True)  # fmt: skip
 
     inner = torch.empty(pairs, down.inner, dtype=x.dtype, device=x.device)
-    product(up, x, inner, up_tiles(tokens, up.inner), 0, up.rows, True, False)
+    how = many_tiles(tokens, True) if many else up_tiles(tokens, up.inner)
+    product(up, x, inner, how, 0, up.rows, True, False)
     if tokens <= BY_TOKEN_TO:
         product(down, inner, out, token_tiles(down.inner), 0, down.rows, False, True)
         return
-    how = down_tiles(tokens, down.inner)
+    how = many_tiles(tokens, False) if many else down_tiles(tokens, down.inner)
     step = 16 * how.warps_m * how.tiles
     columns = min(width, max(step, PARTS_BYTES // (pairs * 4) // step * step))
     parts = torch.empty(pairs, columns, dtype=torch.float32, device=x.device)

@@ -26,7 +26,9 @@ class Table:
     counts: Tensor  # int32 [E]
     starts: Tensor  # int32 [E + 1]: first pair of each expert, then the number of pairs
     first_blocks: Tensor  # int32 [E + 1]: the same in blocks
-    blocks: Tensor  # int32 [blocks]: expert, and its how manieth block times 2^16; -1 beyond the last
+    blocks: (
+        Tensor  # int32 [blocks]: expert, and its how manieth block times 2^16; -1 beyond the last
+    )
     gather: Tensor  # int32 [pairs]: the pair (token * k + slot) at each place
     scatter: Tensor  # int32 [pairs]: the place of each pair
     weights: Tensor  # float32 [pairs]: the weight at each place
