@@ -37,8 +37,11 @@ def peers(hidden: int, weights: dict[str, Any], top_k: int) -> dict[str, Peer]:
 
 def _start() -> None:
     """vLLM's process groups of one rank and its workspace."""
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.distributed import parallel_state
+    from vllm.distributed import (
+        init_distributed_environment,
+        initialize_model_parallel,
+        parallel_state,
+    )
     from vllm.v1.worker import workspace
 
     if parallel_state.model_parallel_is_initialized():
@@ -66,7 +69,7 @@ def _layer(backend: str, hidden: int, weights: dict[str, Any], top_k: int) -> Pe
         _start()
         runner: Any = FusedMoEFactory(
             num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=width,
-            renormalize=False, prefix=f"model.layers.{len(config.compilation_config.static_forward_context)}.mlp.experts",
+            renormalize=False, prefix="model.layers.0.mlp.experts",
             quant_config=ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True),
             custom_routing_function=select, router_logits_dtype=torch.float32, activation="silu",
             reduce_results=False,

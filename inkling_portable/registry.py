@@ -149,7 +149,7 @@ class Offer:
     code: str
     requires: tuple[Predicate, ...] = ()
     when: str | None = None  # "module:attribute" of a test on host integers; several rows may chain
-    only_if_asked: bool = False
+    only_if_asked: bool | Predicate = False  # a predicate says why it waits to be asked for
     note: str = ""
     verified: str = "run"  # or "signature only": calls of a library that no test here can run
     # Whether a row's result never depends on the rest of the batch; or "module:attribute" of the
@@ -170,6 +170,12 @@ class Offer:
             if reason is not None:
                 return reason
         return dict(facts.failed).get(self.code)
+
+    def waits(self, target: Target, facts: Facts) -> str | None:
+        """Why this row, though it would do, is taken only by those who ask for it."""
+        if callable(self.only_if_asked):
+            return self.only_if_asked(target, facts)
+        return f"ask with {self.op}={self.provider}" if self.only_if_asked else None
 
     def load(self) -> Callable[..., Any]:
         function: Callable[..., Any] = _load(self.code)
@@ -384,8 +390,8 @@ def _choose_one(
             verdict = "refused"
         elif complete:
             verdict, reason = "later", "would do; an earlier row was chosen"
-        elif row.only_if_asked and want is None:
-            verdict, reason = "only if asked", f"ask with {name}={row.provider}"
+        elif want is None and not family and (waits := row.waits(target, facts)):
+            verdict, reason = "only if asked", waits
         else:
             verdict, reason = "chosen", row.note
             complete = row.when is None

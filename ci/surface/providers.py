@@ -48,8 +48,9 @@ def fact(text: str | None, name: str) -> str | None:
             fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
             # `field()` without arguments gives no default.
             optional = [n.value is not None and ast.unparse(n.value) != "field()" for n in fields]
-            return "(" + ", ".join(f"{ast.unparse(n.target)}{'=' * given}"
-                                   for n, given in zip(fields, optional, strict=True)) + ")"  # fmt: skip
+            names = [f"{ast.unparse(n.target)}{'=' * given}"
+                     for n, given in zip(fields, optional, strict=True)]  # fmt: skip
+            return f"({', '.join(names)})"
     return None
 
 

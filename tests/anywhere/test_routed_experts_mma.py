@@ -1,4 +1,4 @@
-"""The CUDA kernels of the routed experts on a CPU: their real source and launcher, held to the contract.
+"""The routed experts' CUDA kernels on a CPU: source and launcher as they are, and the contract.
 
 `tests/cuda_on_cpu.hpp` runs a block's threads as fibers; a C++ compiler builds each kernel with the
 macros that its launcher chose.
@@ -88,8 +88,9 @@ def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPat
     assert not disagreements(OP, provider, arguments)
 
 
-def test_row_gains_and_all_tokens_on_the_same_experts(provider: Callable[..., Tensor],
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_row_gains_and_all_tokens_on_the_same_experts(
+    provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A global scale for each row; experts that nobody chose; launches that find ten tokens."""
     monkeypatch.setattr(module, "BY_TOKEN_TO", 0)
     arguments = case("nvfp4", 10, 40, 3, 128, 128)
@@ -100,8 +101,9 @@ def test_row_gains_and_all_tokens_on_the_same_experts(provider: Callable[..., Te
     assert not disagreements(OP, provider, arguments)
 
 
-def test_steps_run_in_parts_that_change_no_bit(provider: Callable[..., Tensor],
-                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_steps_run_in_parts_that_change_no_bit(
+    provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parts by output columns and by tokens; tokens in any order."""
     monkeypatch.setattr(module, "BY_TOKEN_TO", 0)
     arguments = case("mxfp4", 9, 6, 3, 256, 128)

@@ -23,5 +23,6 @@ OFFERS: tuple[Offer, ...] = (
     offer("routed_experts", "aiter", ".routed_experts_aiter:routed_experts",
           needs(arch=("gfx942", "gfx950"), weights="mxfp4", dtype="bfloat16", lora=False,
                 batch_invariant=False), aiter_a16w4,
-          note="W4A16, with a routing table of our own", verified="signature only"),
+          note="W4A16, with a routing table of our own", verified="signature only",
+          only_if_asked=True),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""MXFP4 experts by AITER's Triton GEMM of 16-bit activations and 4-bit weights, on gfx942 and gfx950.
+"""MXFP4 experts by AITER's Triton GEMM of 16-bit activations, on gfx942 and gfx950.
 
 vLLM refuses this kernel for models with a routing of their own, which Inkling is; the kernel itself
 takes a ready table of pairs by expert, so that table is built here. It wants gate and up rows
@@ -86,8 +86,8 @@ def routed_experts(
     for name, found, wanted in (("format", format, "mxfp4"), ("act", act, "bf16"),
                                 ("interleaved", interleaved, True)):  # fmt: skip
         if found != wanted:
-            raise ValueError(f"routed_experts: provider aiter needs {name} {wanted}; found {found}; "
-                             "ask for routed_experts=triton")  # fmt: skip
+            raise ValueError(f"routed_experts: provider aiter needs {name} {wanted}; found "
+                             f"{found}; ask for routed_experts=triton")  # fmt: skip
     if w13_scale is None or w2_scale is None:
         raise ValueError("routed_experts: format 'mxfp4' needs scales; pass w13_scale, w2_scale")
     if ids.numel() == 0:
@@ -115,7 +115,7 @@ def routed_experts(
 
 
 def _aiter() -> tuple[Any, Any]:
-    """(moe_gemm_a16w4, its routing module). Raises RuntimeError where this AITER has no plain SiLU."""
+    """(moe_gemm_a16w4, its routing module). Raises RuntimeError if AITER has no plain SiLU."""
     from aiter.ops.triton.moe import moe_op_gemm_a16w4
     from aiter.ops.triton.moe.moe_routing import routing
 
