@@ -44,8 +44,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., HostKernel]
     folder = tmp_path_factory.mktemp("kernels")
 
     @cache
-    def built(path: Path, name: str, macros: tuple[tuple[str, int], ...], device: int | None
-              ) -> HostKernel:  # fmt: skip
+    def built(path: Path, name: str, macros: tuple[tuple[str, int], ...], shared: int,
+              device: int | None) -> HostKernel:  # fmt: skip
+        assert shared < 227 << 10
         library = folder / f"{abs(hash((name, macros)))}.so"
         defines = [f"-D{k}={v}" for k, v in macros]
         defines += ["-DON_HOST", f"-DNAME={name}", f'-DSOURCE="{path}"']
@@ -67,21 +68,21 @@ def provider(build: Callable[..., HostKernel], monkeypatch: pytest.MonkeyPatch
     return function
 
 
-@pytest.mark.parametrize(("form", "rows", "hidden", "inner", "by_token_to", "groups"), [
-    ("nvfp4", 1, 1024, 256, 16, 1),  # warps share k; two launches
-    ("nvfp4", 3, 256, 128, 0, 1),  # three launches
-    ("mxfp4", 20, 128, 256, 0, 1),  # more tokens of an expert than one group holds
-    ("mxfp4", 2, 128, 384, 16, 1),
-    ("nvfp4", 30, 256, 128, 0, 2),
+@pytest.mark.parametrize(("form", "rows", "hidden", "inner", "by_token_to", "at_once"), [
+    ("nvfp4", 1, 1024, 256, 16, 2),  # warps share k; two launches
+    ("nvfp4", 3, 256, 128, 0, 4),  # three launches
+    ("mxfp4", 20, 128, 256, 0, 8),  # more tokens of an expert than one group holds
+    ("mxfp4", 2, 128, 384, 16, 8),
+    ("nvfp4", 30, 256, 128, 0, 16),
     ("nvfp4", 301, 128, 128, 0, 0),  # sorted beforehand, an odd number of chunks
     ("mxfp4", 400, 256, 128, 0, 0),
 ])  # fmt: skip
 def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, form: str,
-                  rows: int, hidden: int, inner: int, by_token_to: int, groups: int
+                  rows: int, hidden: int, inner: int, by_token_to: int, at_once: int
                   ) -> None:  # fmt: skip
     """Every path, with foreign ids, gate and up rows in turn or as two halves."""
     monkeypatch.setattr(module, "BY_TOKEN_TO", by_token_to)
-    monkeypatch.setattr(module, "groups_for", lambda tokens: groups)
+    monkeypatch.setattr(module, "tokens_at_once", lambda tokens: at_once)
     arguments = case(form, rows, 6, 3, hidden, inner, seed=rows)
     arguments["ids"][0] = torch.tensor([-1, 6, 2])
     arguments["interleaved"] = rows % 2 == 1

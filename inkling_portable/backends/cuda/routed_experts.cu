@@ -14,8 +14,8 @@
 // product, of which INTERLEAVED is 1 if gate and up rows alternate, else HALF is the rows of each;
 // BY_TOKEN 1 for the second product token by token; WARPS_K warps that share k (BY_TOKEN: TOP_K, one
 // for each slot), WARPS_M that share rows, TILES of 16 rows for a warp, NT groups of 8 tokens at a
-// time, AHEAD chunks of a step, LISTED pairs at most, RESIDENT blocks of an SM at least. MANY 1 selects
-// the kernel for many tokens, with WARPS_K and AHEAD 1.
+// time, of which TOKENS are used, STAGES chunks in the ring, LISTED pairs at most, RESIDENT blocks of
+// an SM at least. MANY 1 selects the kernel for many tokens, with WARPS_K 1.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -80,6 +80,21 @@ DEVICE int sum_up_to(int x, int lane) {
 DEVICE int from_lane(int x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 DEVICE int add_shared(int* p, int x) { return atomicAdd(p, x); }
 DEVICE void barrier() { __syncthreads(); }
+DEVICE void warp_barrier() { __syncwarp(); }
+extern __shared__ uint4 dynamic_shared[];
+// Sixteen bytes to shared memory behind the caller's back; a group ends with `end_group`, and
+// `wait_for_groups<N>` waits until at most N of this thread's groups are under way.
+DEVICE void copy_once(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
+                 :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+DEVICE void copy_again(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;"
+                 :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+DEVICE void wait_for_groups() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 DEVICE u16 to_bf16(float x) {
     u32 v;
@@ -133,12 +148,6 @@ DEVICE void decode(u32 word, u32 scale, u32* pairs) {
     pairs[3] = multiply_pairs(((next & 0x00F000F0u) * 0x0104u) & 0x81C081C0u, scale);
 }
 
-// What a warp reads in one step: AHEAD chunks of TILES times sixteen rows, of which lane 4 g + q
-// has row g in `low` and row g + 8 in `high`.
-struct Step {
-    Codes low[TILES][AHEAD], high[TILES][AHEAD];
-};
-
 // Distances in rows: of a tile to the next one, and of a lane's two rows.
 #if UP && INTERLEAVED
 #define NEXT 16
@@ -151,70 +160,24 @@ struct Step {
 #define OTHER 8
 #endif
 
-DEVICE Codes load_codes(const u8* row, const u8* scales, int chunk) {
-    Codes c;
-    c.words = load_once(row + chunk * (CHUNK / 2));
-    c.scales = BLOCK == 16 ? load_u16(scales + chunk * 8) : load_u8(scales + chunk * 4);
-    return c;
-}
-
-DEVICE void load_step(Step& step, const u8* row, const u8* scales) {
-#pragma unroll
-    for (int m = 0; m < TILES; m++)
-#pragma unroll
-        for (int c = 0; c < AHEAD; c++) {
-            step.low[m][c] = load_codes(row + m * NEXT * W_ROW, scales + m * NEXT * S_ROW, c);
-            step.high[m][c] = load_codes(row + (m * NEXT + OTHER) * (i64)W_ROW,
-                                         scales + (m * NEXT + OTHER) * (i64)S_ROW, c);
-        }
-}
-
 #if !MANY
-// Adds the step's rows times 8 NT tokens; x points at a lane's columns of each of its tokens.
-DEVICE void multiply_step(float (*sums)[NT][4], const Step& step, const u16* const* x) {
-#pragma unroll
-    for (int c = 0; c < AHEAD; c++) {
-        u32 low_scale[TILES][2], high_scale[TILES][2];
-#pragma unroll
-        for (int m = 0; m < TILES; m++) {
-            decode_scales(step.low[m][c].scales, low_scale[m][0], low_scale[m][1]);
-            decode_scales(step.high[m][c].scales, high_scale[m][0], high_scale[m][1]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 a[TILES][4], b[TILES][4];
-#pragma unroll
-            for (int m = 0; m < TILES; m++) {
-                decode(word_of(step.low[m][c].words, i), low_scale[m][i / 2], a[m]);
-                decode(word_of(step.high[m][c].words, i), high_scale[m][i / 2], b[m]);
-            }
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                const uint4 v = load_row(x[n] + c * CHUNK + i * 8);
-                const u32 x04 = permute(v.x, v.z, 0x5410), x15 = permute(v.x, v.z, 0x7632);
-                const u32 x26 = permute(v.y, v.w, 0x5410), x37 = permute(v.y, v.w, 0x7632);
-#pragma unroll
-                for (int m = 0; m < TILES; m++) {
-                    multiply_tiles(sums[m][n], a[m][0], b[m][0], a[m][1], b[m][1], x04, x15);
-                    multiply_tiles(sums[m][n], a[m][2], b[m][2], a[m][3], b[m][3], x26, x37);
-                }
-            }
-        }
-    }
-}
-
-// Blocks stay and take one item after the other: some rows of an expert for up to 8 NT of its
-// tokens, or (BY_TOKEN) some rows of all experts of a token. While a step is computed the next one,
-// of the same item or of the next, is on its way.
+// Blocks stay and take one item after the other: some rows of an expert for up to TOKENS of its
+// tokens, or (BY_TOKEN) some rows of all experts of a token. An item is a chunk of columns after the
+// other. Chunks, of the same item or of the next ones, are on their way to a ring of STAGES places of
+// each warp in shared memory while one is computed: loads that wait for memory must not stand before
+// loads that are needed at once, which the L1 answers in order.
+#define CODE_BYTES (TILES * 1024)
+#define STAGE_BYTES (CODE_BYTES + TOKENS * 256)
 KERNEL(THREADS)
 experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float* gains,
         const float* weights, void* out, int pairs, int experts, int slabs, int first_row,
         i64 x_stride, i64 w_expert, i64 s_expert, i64 g_expert, i64 g_row, i64 out_stride) {
-    const int STEPS = K / CHUNK / (BY_TOKEN ? 1 : WARPS_K) / AHEAD;
+    const int CHUNKS = K / CHUNK / (BY_TOKEN ? 1 : WARPS_K);
     SHARED int chosen[LISTED];
     SHARED float parts[2][WARPS_M][WARPS_K][TILES][4 * NT][32];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int share = warp % WARPS_K, group = warp / WARPS_K, g = lane >> 2, quarter = lane & 3;
+    u8* const ring = (u8*)dynamic_shared + warp * STAGES * STAGE_BYTES;
     // The second product waits later, before it reads what the first one wrote: its weights are on
     // their way by then.
     if (UP) wait_for_previous();
@@ -226,7 +189,7 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
     SHARED int starts[EXPERTS + 1], cursors[EXPERTS];
     SHARED int owners[LISTED];  // of each tile: its expert, and its number among the expert's * 2^16
     SHARED int found;
-    // Pairs by expert, and tiles of up to 8 NT pairs.
+    // Pairs by expert, and tiles of up to TOKENS pairs.
     for (int i = tid; i < EXPERTS; i += THREADS) cursors[i] = 0;
     barrier();
     for (int i = tid; i < pairs; i += THREADS) {
@@ -238,7 +201,7 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
         int pairs_before = 0, tiles_before = 0;
         for (int first = 0; first < EXPERTS; first += 32) {
             const int expert = first + lane, count = expert < EXPERTS ? cursors[expert] : 0;
-            const int tiles = (count + 8 * NT - 1) / (8 * NT);
+            const int tiles = (count + TOKENS - 1) / TOKENS;
             const int pairs_end = pairs_before + sum_up_to(count, lane);
             const int tiles_end = tiles_before + sum_up_to(tiles, lane);
             if (expert < EXPERTS) {
@@ -263,48 +226,143 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
     const int items = found * slabs;
 #endif
     let_next_start();
-
-    int item = blockIdx.x, step = 0, buffer = 0;
+    int item = blockIdx.x;
     if (item >= items) {
         if (!UP) wait_for_previous();
         return;
     }
-    const u8 *row, *row_scales;
-    // The rows of an item that this lane reads, from its own columns on.
-    auto find_rows = [&](int item) {
-        const int slab = (item % slabs * WARPS_M + group) * TILES;
-        const int first = UP ? slab * 8 + g : first_row + slab * 16 + g;
-        const i64 place = UP && INTERLEAVED ? 2 * first : first;
+    // First pair of an item's tile in `chosen`, and the end of its tile.
+    auto tile_of = [&](int item, int& end) {
 #if BY_TOKEN
-        const int asked = chosen[item / slabs * TOP_K + share], k = 0;
+        end = item / slabs * TOP_K + share + 1;
+        return end - 1;
+#else
+        const int owner = owners[item / slabs], expert = owner & 0xFFFF;
+        const int first = starts[expert] + (owner >> 16) * TOKENS, last = starts[expert + 1];
+        end = last < first + TOKENS ? last : first + TOKENS;
+        return first;
+#endif
+    };
+
+    // Where loading stands: item, chunk, and this lane's columns of its rows and of its tokens.
+    struct Cursor {
+        int item, chunk;
+        const u8 *row, *scales;
+        const u16* x[NT];  // null: this lane brings no token
+    };
+    u32 scale_ring[STAGES][TILES][2];
+    auto find = [&](Cursor& at) {
+        const int slab = (at.item % slabs * WARPS_M + group) * TILES;
+        const int first_of = UP ? slab * 8 + g : first_row + slab * 16 + g;
+        const i64 place = UP && INTERLEAVED ? 2 * first_of : first_of;
+        int end;
+        const int first = tile_of(at.item, end);
+#if BY_TOKEN
+        const int asked = chosen[first], k = 0;
         const i64 expert = asked >= 0 && asked < experts ? asked : 0;
 #else
-        const i64 expert = owners[item / slabs] & 0xFFFF;
-        const int k = share * STEPS * AHEAD * CHUNK;
+        const i64 expert = owners[at.item / slabs] & 0xFFFF;
+        const int k = share * CHUNKS * CHUNK;
 #endif
-        row = w + expert * w_expert + place * W_ROW + k / 2 + quarter * 16;
-        row_scales = scales + expert * s_expert + place * S_ROW + k / BLOCK + quarter * 32 / BLOCK;
-    };
-    const u16* rows_of_x[NT];
-    float sums[TILES][NT][4];
-    auto start_item = [&] {
+        at.row = w + expert * w_expert + place * W_ROW + k / 2 + quarter * 16;
+        at.scales = scales + expert * s_expert + place * S_ROW + k / BLOCK + quarter * 32 / BLOCK;
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-#if BY_TOKEN
-            // One token: all eight columns of the right operand are the same.
-            const int pair = item / slabs * TOP_K + share, k = 0;
-#else
-            const int owner = owners[item / slabs], expert = owner & 0xFFFF;
-            const int first = starts[expert] + (owner >> 16) * 8 * NT, at = first + n * 8 + g;
+            const int token = first + n * 8 + g;
+            const i64 pair = token < end ? BY_TOKEN ? token : chosen[token] : 0;
+            const u16* row = x + (UP ? pair / TOP_K : pair) * x_stride + k + quarter * 32;
+            at.x[n] = token < end ? row : nullptr;
+        }
+    };
+    auto load_weights = [&](const Cursor& at, int stage) {
+        if (at.item >= items) return;
+        u8* const to = ring + stage * STAGE_BYTES + lane * 16;
+#pragma unroll
+        for (int m = 0; m < TILES; m++)
+#pragma unroll
+            for (int high = 0; high < 2; high++) {
+                const i64 row = m * NEXT + high * OTHER;
+                copy_once(to + (2 * m + high) * 512, at.row + row * W_ROW);
+                const u8* from = at.scales + row * S_ROW;
+                scale_ring[stage][m][high] = BLOCK == 16 ? load_u16(from) : load_u8(from);
+            }
+    };
+    // A token's chunk lies in four parts of four lanes' sixteen bytes, turned by the token, so that
+    // lanes of different tokens read from different banks.
+    auto load_tokens = [&](const Cursor& at, int stage) {
+        if (at.item >= items) return;
+        u8* const to = ring + stage * STAGE_BYTES + CODE_BYTES + quarter * 16;
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+            if (at.x[n])
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    copy_again(to + (n * 8 + g) * 256 + (i + g & 3) * 64, at.x[n] + i * 8);
+    };
+    auto advance = [&](Cursor& at) {
+        if (at.item >= items) return;
+        if (++at.chunk < CHUNKS) {
+            at.row += CHUNK / 2;
+            at.scales += CHUNK / BLOCK;
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+                if (at.x[n]) at.x[n] += CHUNK;
+            return;
+        }
+        at.chunk = 0;
+        at.item += gridDim.x;
+        if (at.item < items) find(at);
+    };
+
+    float sums[TILES][NT][4];
+    u32 token_places[NT];
+    int chunk = 0, buffer = 0;
+    auto start_item = [&] {
+        int end;
+        const int first = tile_of(item, end);
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
             // Columns of no token repeat one that is there: no column touches another.
-            const int pair = chosen[at < starts[expert + 1] ? at : first];
-            const int k = share * STEPS * AHEAD * CHUNK;
-#endif
-            rows_of_x[n] = x + (UP ? pair / TOP_K : pair) * x_stride + k + quarter * 32;
+            const int token = first + n * 8 + g < end ? n * 8 + g : 0;
+            token_places[n] = token * 256 + quarter * 16 + ((token & 3) << 16);
 #pragma unroll
             for (int m = 0; m < TILES; m++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) sums[m][n][i] = 0;
+        }
+    };
+    auto multiply = [&](int stage) {
+        const u8* const from = ring + stage * STAGE_BYTES;
+        uint4 low[TILES], high[TILES];
+        u32 low_scale[TILES][2], high_scale[TILES][2];
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            low[m] = *(const uint4*)(from + 2 * m * 512 + lane * 16);
+            high[m] = *(const uint4*)(from + (2 * m + 1) * 512 + lane * 16);
+            decode_scales(scale_ring[stage][m][0], low_scale[m][0], low_scale[m][1]);
+            decode_scales(scale_ring[stage][m][1], high_scale[m][0], high_scale[m][1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 a[TILES][4], b[TILES][4];
+#pragma unroll
+            for (int m = 0; m < TILES; m++) {
+                decode(word_of(low[m], i), low_scale[m][i / 2], a[m]);
+                decode(word_of(high[m], i), high_scale[m][i / 2], b[m]);
+            }
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const u32 turned = i + (token_places[n] >> 16) & 3;
+                const uint4 v = *(const uint4*)(from + CODE_BYTES + (token_places[n] & 0xFFFF) +
+                                                turned * 64);
+                const u32 x04 = permute(v.x, v.z, 0x5410), x15 = permute(v.x, v.z, 0x7632);
+                const u32 x26 = permute(v.y, v.w, 0x5410), x37 = permute(v.y, v.w, 0x7632);
+#pragma unroll
+                for (int m = 0; m < TILES; m++) {
+                    multiply_tiles(sums[m][n], a[m][0], b[m][0], a[m][1], b[m][1], x04, x15);
+                    multiply_tiles(sums[m][n], a[m][2], b[m][2], a[m][3], b[m][3], x26, x37);
+                }
+            }
         }
     };
     // The sum over warps, always in the same order. Sums 0 and 2 of a lane are rows g and g + 8 of one
@@ -332,8 +390,9 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
             ((u16*)out)[token * out_stride + column] = to_bf16(total);
         }
 #else
-        const int owner = owners[item / slabs], expert = owner & 0xFFFF;
-        const int first = starts[expert] + (owner >> 16) * 8 * NT, end = starts[expert + 1];
+        const int expert = owners[item / slabs] & 0xFFFF;
+        int end;
+        const int first = tile_of(item, end);
         for (int j = tid; j < WARPS_M * TILES * NT * 64; j += THREADS) {
             const int from = j & 31, odd = j >> 5 & 1, n = (j >> 6) % NT, tile = (j >> 6) / NT;
             const int at = first + n * 8 + (from & 3) * 2 + odd;
@@ -365,44 +424,71 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
 #endif
         buffer ^= 1;
     };
-    // Computes what is in `now` and asks for what follows; false after the last step.
-    auto advance = [&](const Step& now, Step& next) {
-        const bool last = step == STEPS - 1;
-        if (last) {
-            if (item + (int)gridDim.x < items) {
-                find_rows(item + gridDim.x);
-                load_step(next, row, row_scales);
-            }
-        } else {
-            row += AHEAD * (CHUNK / 2);
-            row_scales += AHEAD * (CHUNK / BLOCK);
-            load_step(next, row, row_scales);
-        }
-        multiply_step(sums, now, rows_of_x);
-        if (!last) {
-            step++;
+
+    Cursor weights_at, tokens_at;
+    weights_at.item = item;
+    weights_at.chunk = 0;
+    find(weights_at);
+    tokens_at = weights_at;
 #pragma unroll
-            for (int n = 0; n < NT; n++) rows_of_x[n] += AHEAD * CHUNK;
-            return true;
-        }
-        finish_item();
-        item += gridDim.x;
-        step = 0;
-        if (item >= items) return false;
-        start_item();
-        return true;
-    };
-    Step one, two;
-    find_rows(item);
-    load_step(one, row, row_scales);
+    for (int stage = 0; stage < STAGES - 1; stage++) {
+        load_weights(weights_at, stage);
+        advance(weights_at);
+    }
     if (!UP) wait_for_previous();
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; stage++) {
+        load_tokens(tokens_at, stage);
+        end_group();
+        advance(tokens_at);
+    }
     start_item();
 #pragma unroll 1
-    while (advance(one, two) && advance(two, one)) {
+    while (true) {
+#pragma unroll
+        for (int stage = 0; stage < STAGES; stage++) {
+            wait_for_groups<STAGES - 2>();
+            // Others' tokens are visible, and nobody reads the place any more that is filled next.
+            warp_barrier();
+            const int free = (stage + STAGES - 1) % STAGES;
+            load_weights(tokens_at, free);
+            load_tokens(tokens_at, free);
+            end_group();
+            advance(tokens_at);
+            multiply(stage);
+            if (++chunk < CHUNKS) continue;
+            finish_item();
+            chunk = 0;
+            item += gridDim.x;
+            if (item >= items) return;
+            start_item();
+        }
     }
 }
 
 #else
+// What a lane holds of TILES times sixteen rows and a chunk: lane 4 g + q has row g in `low` and row
+// g + 8 in `high`.
+struct Step {
+    Codes low[TILES], high[TILES];
+};
+
+DEVICE Codes load_codes(const u8* row, const u8* scales) {
+    Codes c;
+    c.words = load_once(row);
+    c.scales = BLOCK == 16 ? load_u16(scales) : load_u8(scales);
+    return c;
+}
+
+DEVICE void load_step(Step& step, const u8* row, const u8* scales) {
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+        const i64 low = m * NEXT, high = low + OTHER;
+        step.low[m] = load_codes(row + low * W_ROW, scales + low * S_ROW);
+        step.high[m] = load_codes(row + high * W_ROW, scales + high * S_ROW);
+    }
+}
+
 // The same for many tokens: blockIdx.y is a tile of a plan (routed_experts_sort.py), up to 8 NT pairs
 // of one expert; blockIdx.x takes 16 TILES WARPS_M rows. The activations of a chunk lie in shared
 // memory as the right operands of each lane, {(0,4), (1,5), (2,6), (3,7)} of eight columns, while
@@ -472,16 +558,16 @@ experts(const u16* x, const int* plan, const u8* w, const u8* scales, const floa
         u32 low_scale[TILES][2], high_scale[TILES][2];
 #pragma unroll
         for (int m = 0; m < TILES; m++) {
-            decode_scales(now.low[m][0].scales, low_scale[m][0], low_scale[m][1]);
-            decode_scales(now.high[m][0].scales, high_scale[m][0], high_scale[m][1]);
+            decode_scales(now.low[m].scales, low_scale[m][0], low_scale[m][1]);
+            decode_scales(now.high[m].scales, high_scale[m][0], high_scale[m][1]);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             u32 a[TILES][4], b[TILES][4];
 #pragma unroll
             for (int m = 0; m < TILES; m++) {
-                decode(word_of(now.low[m][0].words, i), low_scale[m][i / 2], a[m]);
-                decode(word_of(now.high[m][0].words, i), high_scale[m][i / 2], b[m]);
+                decode(word_of(now.low[m].words, i), low_scale[m][i / 2], a[m]);
+                decode(word_of(now.high[m].words, i), high_scale[m][i / 2], b[m]);
             }
 #pragma unroll
             for (int n = 0; n < NT; n++) {

@@ -34,46 +34,50 @@ PARTS_BYTES = 24 << 20
 
 @dataclass(frozen=True)
 class Tiles:
-    """Settings of one product: warps along k and along rows, tiles of 16 rows of a warp, groups of
-    8 tokens, chunks of a step, blocks of an SM."""
+    """Settings of one product: warps along k and along rows, tiles of 16 rows of a warp, tokens at
+    a time, chunks in a warp's ring, blocks of an SM."""
 
     warps_k: int
     warps_m: int
     tiles: int
-    groups: int
-    ahead: int
+    tokens: int
+    stages: int
     resident: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of 8 tokens."""
+        return ceil_div(self.tokens, 8)
+
+    def ring_bytes(self, warps: int) -> int:
+        """Shared memory of the rings of a block's warps."""
+        return warps * self.stages * (1024 * self.tiles + 256 * self.tokens)
 
 
 def up_tiles(tokens: int, inner: int) -> Tiles:
     """Settings of the first product."""
-    warps = 4 if inner // CHUNK % 8 == 0 else 1
-    return Tiles(warps, 1, 2, groups_for(tokens), most_ahead(inner // CHUNK // warps, 2), 3)
+    warps = 4 if inner // CHUNK % 4 == 0 else 1
+    return Tiles(warps, 1, 2, tokens_at_once(tokens), 4, 3)
 
 
 def down_tiles(tokens: int, inner: int) -> Tiles:
     """Settings of the second product where experts are shared."""
-    return Tiles(1, 4, 1, groups_for(tokens), most_ahead(inner // CHUNK, 3), 4)
+    return Tiles(1, 4, 2, tokens_at_once(tokens), 4, 3)
 
 
 def token_tiles(inner: int) -> Tiles:
     """Settings of the second product token by token: a warp for each slot."""
-    return Tiles(1, 1, 1, 1, most_ahead(inner // CHUNK, 3), 3)
+    return Tiles(1, 1, 1, 1, 4, 3)
 
 
 def many_tiles(tokens: int, up: bool) -> Tiles:
     """Settings of both products beyond FEW tokens."""
-    return Tiles(1, 4, 2, 4 if tokens <= 2048 else 8, 1, 2)
+    return Tiles(1, 4, 2, 32 if tokens <= 2048 else 64, 2, 2)
 
 
-def groups_for(tokens: int) -> int:
-    """Groups of 8 tokens that share one decoding: about what a busy expert gets."""
-    return 1 if tokens <= 128 else 2
-
-
-def most_ahead(chunks: int, most: int) -> int:
-    """The largest divisor of `chunks` that is at most `most`."""
-    return next(n for n in range(most, 0, -1) if chunks % n == 0)
+def tokens_at_once(tokens: int) -> int:
+    """Tokens that share one decoding: about what a busy expert gets."""
+    return 2 if tokens <= 4 else 4 if tokens <= 24 else 8
 
 
 def fits(m: Matrix, rows: int) -> bool:
@@ -124,7 +128,7 @@ def _run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inte
     many = tokens > FEW
     plan, tiles = None, 0
     if many:
-        plan, tiles = make_plan(ids, experts, 8 * many_tiles(tokens, True).groups)
+        plan, tiles = make_plan(ids, experts, many_tiles(tokens, True).tokens)
 
     def product(m: Matrix, source: Tensor, target: Tensor, how: Tiles, first: int, last: int,
                 is_up: bool, by_token: bool) -> None:  # fmt: skip
@@ -136,11 +140,13 @@ def _run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inte
             "BLOCK": BLOCKS[m.form], "GAIN": int(m.gain is not None), "UP": int(is_up),
             "INTERLEAVED": int(interleaved), "HALF": m.rows // 2, "BY_TOKEN": int(by_token),
             "MANY": int(many), "WARPS_K": warps_k, "WARPS_M": how.warps_m, "TILES": how.tiles,
-            "NT": how.groups, "AHEAD": how.ahead, "RESIDENT": how.resident,
+            "NT": how.groups, "TOKENS": how.tokens, "STAGES": how.stages, "RESIDENT": how.resident,
             "LISTED": 0 if many else max(512, next_power_of_2(pairs)),
         }  # fmt: skip
-        run = kernel(SOURCE, "experts", tuple(macros.items()), x.device.index)
-        threads = 32 * warps_k * how.warps_m
+        warps = warps_k * how.warps_m
+        run = kernel(SOURCE, "experts", tuple(macros.items()),
+                     0 if many else how.ring_bytes(warps), x.device.index)  # fmt: skip
+        threads = 32 * warps
         strides = (source.stride(0), w_expert, s_expert, g_expert, g_row, target.stride(0))
         if many:
             run.launch((slabs, tiles), threads,
