@@ -94,23 +94,15 @@ DEVICE void barrier() { fibers::block.meet(fibers::count); }
 DEVICE void warp_barrier() { meet_warp(); }
 static uint4 dynamic_shared[227 << 6];
 
-DEVICE uint4 load_once(const void* p) {
-    if ((uintptr_t)p % 16) __builtin_trap();
-    uint4 v;
-    memcpy(&v, p, 16);
-    return v;
-}
 // Copies run at once, which is one of the orders that a chip may take.
 DEVICE void copy_once(void* to, const void* from) {
-    const uint4 v = load_once(from);
-    if ((uintptr_t)to % 16) __builtin_trap();
-    memcpy(to, &v, 16);
+    if (((uintptr_t)from | (uintptr_t)to) % 16) __builtin_trap();
+    memcpy(to, from, 16);
 }
 DEVICE void copy_again(void* to, const void* from) { copy_once(to, from); }
 DEVICE void end_group() {}
 template <int N>
 static void wait_for_groups() {}
-DEVICE uint4 load_row(const void* p) { return load_once(p); }
 DEVICE u32 load_u16(const void* p) {
     if ((uintptr_t)p % 2) __builtin_trap();
     return *(const uint16_t*)p;

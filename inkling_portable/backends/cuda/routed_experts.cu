@@ -27,13 +27,6 @@ typedef long long i64;
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, RESIDENT)
 #define SHARED __shared__
 
-// Read-only data that is used once: past the L1, so that activations stay there.
-DEVICE uint4 load_once(const void* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
 DEVICE u32 load_u16(const void* p) {
     u16 v;
     asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p));
@@ -44,7 +37,6 @@ DEVICE u32 load_u8(const void* p) {
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
-DEVICE uint4 load_row(const void* p) { return *(const uint4*)p; }
 DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 DEVICE u32 multiply_pairs(u32 a, u32 b) {
     u32 d;
@@ -120,12 +112,6 @@ DEVICE float from_bf16(u16 x) {
 DEVICE u32 word_of(const uint4& words, int i) {
     return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
-
-// What a lane holds of one row and chunk: 32 codes and their scales.
-struct Codes {
-    uint4 words;
-    u32 scales;
-};
 
 // Scales of the first and the last 16 codes, each twice in a pair, times 2^SHIFT.
 DEVICE void decode_scales(u32 codes, u32& first, u32& second) {
@@ -467,154 +453,181 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
 }
 
 #else
-// What a lane holds of TILES times sixteen rows and a chunk: lane 4 g + q has row g in `low` and row
-// g + 8 in `high`.
-struct Step {
-    Codes low[TILES], high[TILES];
-};
-
-DEVICE Codes load_codes(const u8* row, const u8* scales) {
-    Codes c;
-    c.words = load_once(row);
-    c.scales = BLOCK == 16 ? load_u16(scales) : load_u8(scales);
-    return c;
-}
-
-DEVICE void load_step(Step& step, const u8* row, const u8* scales) {
-#pragma unroll
-    for (int m = 0; m < TILES; m++) {
-        const i64 low = m * NEXT, high = low + OTHER;
-        step.low[m] = load_codes(row + low * W_ROW, scales + low * S_ROW);
-        step.high[m] = load_codes(row + high * W_ROW, scales + high * S_ROW);
-    }
-}
-
-// The same for many tokens: blockIdx.y is a tile of a plan (routed_experts_sort.py), up to 8 NT pairs
-// of one expert; blockIdx.x takes 16 TILES WARPS_M rows. The activations of a chunk lie in shared
-// memory as the right operands of each lane, {(0,4), (1,5), (2,6), (3,7)} of eight columns, while
-// those of the next chunk are on their way.
+// The same for many tokens: tiles of a plan (routed_experts_sort.py), up to TOKENS = 8 NT pairs of one
+// expert. Warps share rows only, and the ring of tokens. A block takes neighbouring items, so that it
+// looks a tile up once for all its rows.
+#define CODE_BYTES (TILES * 1024)
+#define TOKEN_BYTES (TOKENS * 256)
 KERNEL(THREADS)
 experts(const u16* x, const int* plan, const u8* w, const u8* scales, const float* gains,
-        const float* weights, void* out, int tiles, int experts, int first_row, i64 x_stride,
-        i64 w_expert, i64 s_expert, i64 g_expert, i64 g_row, i64 out_stride) {
-    const int CHUNKS = K / CHUNK, SLOTS = 128 * NT / THREADS, PITCH = 32 * NT + 2;
-    SHARED uint4 staged[2][4 * PITCH];
-    SHARED int listed[8 * NT];
+        const float* weights, void* out, int tiles, int experts, int slabs, int first_row,
+        i64 x_stride, i64 w_expert, i64 s_expert, i64 g_expert, i64 g_row, i64 out_stride) {
+    const int CHUNKS = K / CHUNK, PIECES = TOKENS * 16 / THREADS;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, quarter = lane & 3;
-    const int expert = plan[3 * experts + blockIdx.y];
-    if (expert < 0) return;
-    int found = plan[expert] - ((int)blockIdx.y - plan[experts + expert]) * 8 * NT;
-    if (found > 8 * NT) found = 8 * NT;
-    if (tid < 8 * NT)
-        listed[tid] = plan[3 * experts + tiles + blockIdx.y * 8 * NT + (tid < found ? tid : 0)];
-    barrier();
+    u8* const code_ring = (u8*)dynamic_shared + warp * STAGES * CODE_BYTES + lane * 16;
+    u8* const token_ring = (u8*)dynamic_shared + WARPS_M * STAGES * CODE_BYTES;
+    const int* const listed = plan + 3 * experts + tiles;
+    const int used = plan[2 * experts - 1] + (plan[experts - 1] + TOKENS - 1) / TOKENS;
+    const i64 all = (i64)used * slabs;
+    const int end = all * (blockIdx.x + 1) / gridDim.x;
+    int item = all * blockIdx.x / gridDim.x;
+    if (item >= end) return;
 
-    // A thread brings 16 columns' quarters of some rows: slot s is row s / 16, part s % 16.
-    const u16* sources[SLOTS];
-    int places[SLOTS];
-    uint4 brought[SLOTS];
-#pragma unroll
-    for (int j = 0; j < SLOTS; j++) {
-        const int slot = j * THREADS + tid, row = slot >> 4, q = slot >> 2 & 3, i = slot & 3;
-        const int pair = listed[row];
-        sources[j] = x + (UP ? pair / TOP_K : pair) * x_stride + q * 32 + i * 8;
-        places[j] = i * PITCH + (row >> 3) * 32 + (row & 7) * 4 + q;
-        brought[j] = load_row(sources[j]);
-    }
-    auto stage = [&](int buffer) {
-#pragma unroll
-        for (int j = 0; j < SLOTS; j++) {
-            const uint4 v = brought[j];
-            staged[buffer][places[j]] = {permute(v.x, v.z, 0x5410), permute(v.x, v.z, 0x7632),
-                                         permute(v.y, v.w, 0x5410), permute(v.y, v.w, 0x7632)};
-        }
+    struct Cursor {
+        int item, chunk, tile, expert;
+        const u8 *row, *scales;
+        u32 pieces[PIECES];  // where in x this thread's sixteen bytes of some tokens begin
     };
-    const int slab = (blockIdx.x * WARPS_M + warp) * TILES;
-    const int first = UP ? slab * 8 + g : first_row + slab * 16 + g;
-    const i64 place = UP && INTERLEAVED ? 2 * first : first;
-    const u8* row = w + expert * w_expert + place * W_ROW + quarter * 16;
-    const u8* row_scales = scales + expert * s_expert + place * S_ROW + quarter * 32 / BLOCK;
-    float sums[TILES][NT][4];
+    // Of a token's chunk a thread brings part tid % 16: lane quarter part / 4, eight columns part % 4.
+    const int part = tid & 15, first_token = tid >> 4;
+    u8* const piece_place =
+        token_ring + first_token * 256 + ((part & 3) + first_token & 3) * 64 + (part >> 2) * 16;
+    u32 scale_ring[STAGES][TILES][2];
+    auto find = [&](Cursor& at) {
+        const int tile = at.item / slabs;
+        if (tile != at.tile) {
+            at.tile = tile;
+            at.expert = plan[3 * experts + tile];
+            const int found = plan[at.expert] - (tile - plan[experts + at.expert]) * TOKENS;
 #pragma unroll
-    for (int m = 0; m < TILES; m++)
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) sums[m][n][i] = 0;
-    Step one, two;
-    load_step(one, row, row_scales);
-    stage(0);
-    barrier();
-    auto advance = [&](int chunk, const Step& now, Step& next) {
-        const bool more = chunk + 1 < CHUNKS;
-        if (more) {
-            row += CHUNK / 2;
-            row_scales += CHUNK / BLOCK;
-            load_step(next, row, row_scales);
-#pragma unroll
-            for (int j = 0; j < SLOTS; j++) brought[j] = load_row(sources[j] + (chunk + 1) * CHUNK);
+            for (int p = 0; p < PIECES; p++) {
+                // Columns of no token repeat one that is there: no column touches another.
+                const int token = p * (THREADS / 16) + first_token;
+                const int pair = listed[tile * TOKENS + (token < found ? token : 0)];
+                at.pieces[p] = (UP ? pair / TOP_K : pair) * (u32)x_stride + part * 8;
+            }
         }
-        const uint4* const here = staged[chunk & 1];
+        const int slab = (at.item % slabs * WARPS_M + warp) * TILES;
+        const int first = UP ? slab * 8 + g : first_row + slab * 16 + g;
+        const i64 place = UP && INTERLEAVED ? 2 * first : first;
+        at.row = w + at.expert * w_expert + place * W_ROW + quarter * 16;
+        at.scales = scales + at.expert * s_expert + place * S_ROW + quarter * 32 / BLOCK;
+    };
+    auto load = [&](Cursor& at, int stage) {
+        if (at.item < end) {
+#pragma unroll
+            for (int m = 0; m < TILES; m++)
+#pragma unroll
+                for (int high = 0; high < 2; high++) {
+                    const i64 row = m * NEXT + high * OTHER;
+                    copy_once(code_ring + stage * CODE_BYTES + (2 * m + high) * 512,
+                              at.row + row * W_ROW);
+                    const u8* from = at.scales + row * S_ROW;
+                    scale_ring[stage][m][high] = BLOCK == 16 ? load_u16(from) : load_u8(from);
+                }
+#pragma unroll
+            for (int p = 0; p < PIECES; p++)
+                copy_once(piece_place + stage * TOKEN_BYTES + p * (THREADS / 16) * 256,
+                          x + (at.pieces[p] + at.chunk * CHUNK));
+            at.row += CHUNK / 2;
+            at.scales += CHUNK / BLOCK;
+            if (++at.chunk == CHUNKS) {
+                at.chunk = 0;
+                if (++at.item < end) find(at);
+            }
+        }
+        end_group();
+    };
+    float sums[TILES][NT][4];
+    auto clear = [&] {
+#pragma unroll
+        for (int m = 0; m < TILES; m++)
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) sums[m][n][i] = 0;
+    };
+    auto multiply = [&](int stage) {
+        const u8* const from = token_ring + stage * TOKEN_BYTES + g * 256 + quarter * 16;
+        uint4 low[TILES], high[TILES];
         u32 low_scale[TILES][2], high_scale[TILES][2];
 #pragma unroll
         for (int m = 0; m < TILES; m++) {
-            decode_scales(now.low[m].scales, low_scale[m][0], low_scale[m][1]);
-            decode_scales(now.high[m].scales, high_scale[m][0], high_scale[m][1]);
+            low[m] = *(const uint4*)(code_ring + stage * CODE_BYTES + 2 * m * 512);
+            high[m] = *(const uint4*)(code_ring + stage * CODE_BYTES + (2 * m + 1) * 512);
+            decode_scales(scale_ring[stage][m][0], low_scale[m][0], low_scale[m][1]);
+            decode_scales(scale_ring[stage][m][1], high_scale[m][0], high_scale[m][1]);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             u32 a[TILES][4], b[TILES][4];
 #pragma unroll
             for (int m = 0; m < TILES; m++) {
-                decode(word_of(now.low[m].words, i), low_scale[m][i / 2], a[m]);
-                decode(word_of(now.high[m].words, i), high_scale[m][i / 2], b[m]);
+                decode(word_of(low[m], i), low_scale[m][i / 2], a[m]);
+                decode(word_of(high[m], i), high_scale[m][i / 2], b[m]);
             }
+            const u8* const turned = from + (i + g & 3) * 64;
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                const uint4 v = here[i * PITCH + n * 32 + lane];
+                const uint4 v = *(const uint4*)(turned + n * 2048);
+                const u32 x04 = permute(v.x, v.z, 0x5410), x15 = permute(v.x, v.z, 0x7632);
+                const u32 x26 = permute(v.y, v.w, 0x5410), x37 = permute(v.y, v.w, 0x7632);
 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
-                    multiply_tiles(sums[m][n], a[m][0], b[m][0], a[m][1], b[m][1], v.x, v.y);
-                    multiply_tiles(sums[m][n], a[m][2], b[m][2], a[m][3], b[m][3], v.z, v.w);
+                    multiply_tiles(sums[m][n], a[m][0], b[m][0], a[m][1], b[m][1], x04, x15);
+                    multiply_tiles(sums[m][n], a[m][2], b[m][2], a[m][3], b[m][3], x26, x37);
                 }
             }
-        }
-        if (more) {
-            stage(chunk + 1 & 1);
-            barrier();
         }
     };
-#pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
-        advance(chunk, one, two);
-        if (chunk + 1 < CHUNKS) advance(chunk + 1, two, one);
-    }
+    auto finish_item = [&] {
+        const int tile = item / slabs, expert = plan[3 * experts + tile];
+        const int found = plan[expert] - (tile - plan[experts + expert]) * TOKENS;
+        const int slab = (item % slabs * WARPS_M + warp) * TILES;
 #pragma unroll
-    for (int m = 0; m < TILES; m++) {
-        const int low = UP ? first + m * 8 : first + m * 16, high = low + 8;
-        float low_gain = UNSHIFT, high_gain = UNSHIFT;
-        if (GAIN) {
-            low_gain *= gains[expert * g_expert + (UP && INTERLEAVED ? 2 * low : low) * g_row];
-            high_gain *= gains[expert * g_expert +
-                               (UP ? INTERLEAVED ? 2 * low + 1 : low + HALF : high) * g_row];
-        }
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
-                const int at = n * 8 + quarter * 2 + odd;
-                if (at >= found) continue;
-                const i64 pair = listed[at];
-                const float a = sums[m][n][odd] * low_gain, b = sums[m][n][odd + 2] * high_gain;
-                if (UP) {
-                    const float gate = from_bf16(to_bf16(a)), up = from_bf16(to_bf16(b));
-                    ((u16*)out)[pair * out_stride + low] = to_bf16(silu(gate) * up);
-                } else {
-                    float* to = (float*)out + pair * out_stride + low - first_row;
-                    to[0] = a * weights[pair];
-                    to[8] = b * weights[pair];
-                }
+        for (int m = 0; m < TILES; m++) {
+            const int row = UP ? (slab + m) * 8 + g : first_row + (slab + m) * 16 + g;
+            float low_gain = UNSHIFT, high_gain = UNSHIFT;
+            if (GAIN) {
+                low_gain *= gains[expert * g_expert + (UP && INTERLEAVED ? 2 * row : row) * g_row];
+                high_gain *= gains[expert * g_expert +
+                                   (UP && INTERLEAVED ? 2 * row + 1 : row + OTHER) * g_row];
             }
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++) {
+                    const int at = n * 8 + quarter * 2 + odd;
+                    if (at >= found) continue;
+                    const i64 pair = listed[tile * TOKENS + at];
+                    const float a = sums[m][n][odd] * low_gain, b = sums[m][n][odd + 2] * high_gain;
+                    if (UP) {
+                        // Rounded to storage before the activation, as the contract says.
+                        const float gate = from_bf16(to_bf16(a)), up = from_bf16(to_bf16(b));
+                        ((u16*)out)[pair * out_stride + row] = to_bf16(silu(gate) * up);
+                    } else {
+                        float* to = (float*)out + pair * out_stride + row - first_row;
+                        to[0] = a * weights[pair];
+                        to[8] = b * weights[pair];
+                    }
+                }
+        }
+    };
+
+    Cursor ahead;
+    ahead.item = item;
+    ahead.chunk = 0;
+    ahead.tile = -1;
+    find(ahead);
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; stage++) load(ahead, stage);
+    clear();
+    int chunk = 0;
+#pragma unroll 1
+    while (true) {
+#pragma unroll
+        for (int stage = 0; stage < STAGES; stage++) {
+            wait_for_groups<STAGES - 2>();
+            // Tokens are visible to all, and nobody reads the place any more that is filled next.
+            barrier();
+            load(ahead, (stage + STAGES - 1) % STAGES);
+            multiply(stage);
+            if (++chunk < CHUNKS) continue;
+            finish_item();
+            chunk = 0;
+            if (++item >= end) return;
+            clear();
+        }
     }
 }
 #endif

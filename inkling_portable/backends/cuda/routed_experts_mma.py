@@ -49,9 +49,9 @@ class Tiles:
         """Groups of 8 tokens."""
         return ceil_div(self.tokens, 8)
 
-    def ring_bytes(self, warps: int) -> int:
-        """Shared memory of the rings of a block's warps."""
-        return warps * self.stages * (1024 * self.tiles + 256 * self.tokens)
+    def ring_bytes(self, warps: int, rings: int) -> int:
+        """Shared memory of the rings of a block's warps; `rings` of them have tokens too."""
+        return self.stages * (1024 * self.tiles * warps + 256 * self.tokens * rings)
 
 
 def up_tiles(tokens: int, inner: int) -> Tiles:
@@ -72,7 +72,7 @@ def token_tiles(inner: int) -> Tiles:
 
 def many_tiles(tokens: int, up: bool) -> Tiles:
     """Settings of both products beyond FEW tokens."""
-    return Tiles(1, 4, 2, 32 if tokens <= 2048 else 64, 2, 2)
+    return Tiles(1, 4, 2, 32 if tokens <= 2048 else 64, 3, 3)
 
 
 def tokens_at_once(tokens: int) -> int:
@@ -145,19 +145,15 @@ def _run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inte
         }  # fmt: skip
         warps = warps_k * how.warps_m
         run = kernel(SOURCE, "experts", tuple(macros.items()),
-                     0 if many else how.ring_bytes(warps), x.device.index)  # fmt: skip
+                     how.ring_bytes(warps, 1 if many else warps), x.device.index)  # fmt: skip
         threads = 32 * warps
         strides = (source.stride(0), w_expert, s_expert, g_expert, g_row, target.stride(0))
-        if many:
-            run.launch((slabs, tiles), threads,
-                       (source, plan, m.codes, m.scale, m.gain, weights, target, tiles, experts,
-                        first, *strides), 6, False)  # fmt: skip
-            return
         # No more tiles than pairs: what the host knows of the routing.
-        items = (tokens if by_token else pairs) * slabs
+        items = (tiles if many else tokens if by_token else pairs) * slabs
         run.launch((min(items, how.resident * compute_units()), 1), threads,
-                   (source, ids, m.codes, m.scale, m.gain, weights, target, pairs, experts, slabs,
-                    first, *strides), 6, True)  # fmt: skip
+                   (source, ids if plan is None else plan, m.codes, m.scale, m.gain, weights,
+                    target, tiles if many else pairs, experts, slabs, first, *strides),
+                   6, not many)  # fmt: skip
 
     inner = torch.empty(pairs, down.inner, dtype=x.dtype, device=x.device)
     how = many_tiles(tokens, True) if many else up_tiles(tokens, up.inner)
