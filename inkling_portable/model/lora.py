@@ -26,8 +26,7 @@ class AdapterError(ValueError):
     """An adapter that cannot be served: one sentence naming the tensor and a remedy."""
 
 
-HALVES = ("gate_proj", "up_proj")
-"""Hugging Face's two modules that are one, `gate_up_proj`, in the original naming and here."""
+HALVES = ("gate_proj", "up_proj")  # Hugging Face's, which are one module here, gate_up_proj
 
 
 def targets(text: TextConfig, routed: Sequence[str] = ()) -> dict[str, Target]:
@@ -48,8 +47,7 @@ def targets(text: TextConfig, routed: Sequence[str] = ()) -> dict[str, Target]:
         out[f"{where}attn.wo_ud"] = (geometry.q_size, (hidden,))
         if text.layer_is_dense(layer):
             out[f"{where}mlp.gate_up_proj"] = (hidden, (2 * text.dense_width,))
-            for name in HALVES:
-                out[f"{where}mlp.{name}"] = (hidden, (text.dense_width,))
+            out |= {f"{where}mlp.{half}": (hidden, (text.dense_width,)) for half in HALVES}
             out[f"{where}mlp.down_proj"] = (text.dense_width, (hidden,))
             continue
         sinks = text.num_sinks * text.expert_width
@@ -92,39 +90,28 @@ def check(weights: Mapping[str, Any], known: Mapping[str, Target]) -> None:
 
 
 def join_halves(loras: MutableMapping[str, Any], largest_rank: int) -> None:
-    """Make pairs of a dense MLP's gate and up rows one pair of its alternating projection.
+    """Make a dense MLP's gate and up rows one pair of its alternating projection.
 
-    Each half keeps a rank of its own, so the pair has the sum of both; a half that an adapter
-    leaves out has no rank. Raises AdapterError where that is more than `largest_rank`.
+    Each half keeps a rank of its own. Raises AdapterError for a sum above `largest_rank`.
     """
-    for name in list(loras):
-        where, _, last = name.rpartition(".")
-        if last not in HALVES or ".experts." in name:
-            continue
-        found = {half: loras.pop(f"{where}.{half}", None) for half in HALVES}
-        pairs = [(row, pair) for row, pair in enumerate(found.values()) if pair is not None]
-        if not pairs:
-            continue  # joined with its other half
-        joined, rank = f"{where}.gate_up_proj", sum(pair.rank for _, pair in pairs)
+    split = (name.rpartition(".") for name in loras if ".experts." not in name)
+    for where in {where for where, _, last in split if last in HALVES}:
+        joined = f"{where}.gate_up_proj"
+        found = {row: loras.pop(f"{where}.{half}", None) for row, half in enumerate(HALVES)}
+        pairs = {row: pair for row, pair in found.items() if pair is not None}
+        rank = sum(pair.rank for pair in pairs.values())
         if joined in loras:
-            raise AdapterError(
-                f"the adapter has both {joined} and a half of it, {name}; save it in one naming"
-            )
+            raise AdapterError(f"the adapter has both {joined} and a half of it; save it anew")
         if rank > largest_rank:
-            raise AdapterError(
-                f"{' and '.join(HALVES)} of {where} are one projection here, for which the adapter "
-                f"needs rank {rank}; found --max-lora-rank {largest_rank}; set it to {rank}"
-            )
-        first = pairs[0][1]
+            found_rank = f"found --max-lora-rank {largest_rank}; set it to {rank}"
+            raise AdapterError(f"{joined} needs rank {rank} for its two halves; {found_rank}")
+        first, start = next(iter(pairs.values())), 0
         rows = first.lora_b.new_zeros(len(first.lora_b), 2, rank)
-        start = 0
-        for row, pair in pairs:
+        for row, pair in pairs.items():
             rows[:, row, start : start + pair.rank] = pair.lora_b * pair.scaling
             start += pair.rank
-        columns = torch.cat([pair.lora_a for _, pair in pairs])
-        loras[joined] = type(first)(
-            joined, rank, first.lora_alpha, columns, rows.flatten(0, 1), scaling=1.0
-        )
+        lora_a, lora_b = torch.cat([pair.lora_a for pair in pairs.values()]), rows.flatten(0, 1)
+        loras[joined] = type(first)(joined, rank, first.lora_alpha, lora_a, lora_b, 1.0)
 
 
 def _reason(name: str) -> str:
@@ -170,8 +157,7 @@ class TakesAdapters:
             assign(mapping)
 
         manager.add_adapter, manager.set_adapter_mapping = add_adapter, set_adapter_mapping
-        # vLLM lets only adapters of these names pass to `add_adapter`, and a pipeline stage counts
-        # its own layers alone.
+        # vLLM lets only these names pass to `add_adapter`; a stage counts its own layers alone.
         names = {name.rpartition(".")[2] for name in known}
         manager.supported_lora_modules += sorted(names.difference(manager.supported_lora_modules))
         if not on_accelerator():
@@ -181,14 +167,12 @@ class TakesAdapters:
     def head_for(self, hidden: Tensor) -> Iterator[None]:
         """Inside, the head's adapters are those of the rows `hidden` [n, H].
 
-        vLLM tells the head the adapter of every row that it samples from, but not of the rows of a
-        prompt whose log-probabilities it wants: requests in one step then get the adapters of each
-        other, or stop the engine. Sampled rows are a copy with nothing beside it; rows of a prompt
-        are a slice of the step's output, which knows its place.
+        vLLM names the adapter of every row that it samples from, and leaves these in place for the
+        log-probabilities of a prompt: requests of one step get each other's adapters, or stop the
+        engine. Sampled rows are a copy; a prompt's are a slice of the step, which knows its place.
         """
         step, rows = self._adapters_of_rows, len(hidden)
-        size = hidden.element_size() * hidden.shape[-1]
-        alone = hidden.untyped_storage().nbytes() == rows * size
+        alone = hidden.untyped_storage().nbytes() == hidden.nbytes
         if step is None or (alone and rows == len(step.prompt_mapping)):
             yield
             return
@@ -202,19 +186,13 @@ class TakesAdapters:
 
     def _taken(self, manager: Any) -> dict[str, Target]:
         """The targets without those whose layer vLLM was told, or had, to leave unwrapped."""
-        parts: list[str] = []
-        for names in manager.packed_modules.values():
-            parts += names
+        parts = [name for names in manager.packed_modules.values() for name in names]
         experts: list[str] = next(
             (n for m, n in manager.packed_modules.items() if m.endswith(".experts")), []
         )
         known, here = self.adapter_targets([name.split(".mlp.", 1)[1] for name in experts])
-        parts += [
-            name.removesuffix("gate_up_proj") + half
-            for name in manager.modules
-            for half in HALVES
-            if name.endswith(".gate_up_proj")
-        ]
+        for half in HALVES:
+            parts += [name.replace(".gate_up_proj", f".{half}") for name in manager.modules]
         wrapped = {*manager.modules, *parts}
         return {name: t for name, t in known.items() if name in wrapped or name not in here}
 
@@ -227,14 +205,10 @@ def reserve_slot_of_no_adapter(manager: Any) -> None:
     """
     for layer in manager.modules.values():
         for name in ("lora_a_stacked", "lora_b_stacked"):
-            stacked = getattr(layer, name)
-            grown = [_with_zero_slot(s) for s in (stacked if _many(stacked) else (stacked,))]
-            setattr(layer, name, tuple(grown) if _many(stacked) else grown[0])
+            slots = getattr(layer, name)
+            alone = isinstance(slots, Tensor)
+            setattr(layer, name, _grown(slots) if alone else tuple(map(_grown, slots)))
 
 
-def _many(stacked: Any) -> bool:
-    return not isinstance(stacked, Tensor)
-
-
-def _with_zero_slot(stacked: Tensor) -> Tensor:
+def _grown(stacked: Tensor) -> Tensor:
     return torch.cat([stacked, torch.zeros_like(stacked[:1])])
