@@ -361,7 +361,7 @@ def test_halves_of_an_mlp_join_in_alternating_rows() -> None:
     torch.testing.assert_close(product(alone)[1::2], product(up))
     assert not product(alone)[0::2].any()
     loras = {"x.mlp.gate_proj": gate, "x.mlp.up_proj": up}
-    with pytest.raises(lora.AdapterError, match="needs rank 6; found --max-lora-rank 5; set it to"):
+    with pytest.raises(lora.AdapterError, match="rank 5; set it to 6"):
         lora.join_halves(loras, 5)
 
 
@@ -381,7 +381,8 @@ def test_sinks_of_every_rank(base: Path, ranks: int, naming: str) -> None:
     total = full[f"{SINKS}.w1"].shape[0]
     share = total // ranks
     for rank in range(ranks):
-        shard = names.Shard(rank, ranks, expert_rank=rank, expert_size=ranks, sink_linears=True)
+        experts = names.Experts(rank=rank, size=ranks)
+        shard = names.Shard(rank, ranks, experts, sink_linears=True)
         plan = names.plan(config, {f"{where}.x": ()}, shard, range(4))
         found = {"w13": torch.full((2 * share, 128), torch.nan),
                  "w2": torch.full((128, share), torch.nan)}  # fmt: skip
