@@ -216,7 +216,8 @@ def measure(op: str, rows: int, rank: Rank, layer: str, decode: bool) -> dict[st
     outputs = [x for x in (outputs if isinstance(outputs, tuple) else (outputs,))
                if isinstance(x, Tensor)]  # fmt: skip
     moved = moved_bytes(op, sets[0], outputs)
-    times = {"triton": microseconds(bound(function, sets))}
+    with dependent_launch(False):
+        times = {"triton": microseconds(bound(function, sets))}
     try:
         with dependent_launch():
             times[DEPENDENT] = microseconds(bound(function, sets))

@@ -15,3 +15,4 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("sink_experts", "triton"): ("cuda:sm90/132",),
     ("skinny_linear", "triton"): ("cuda:sm90/132",),
 }
+DEPENDENT_LAUNCH: tuple[str, ...] = ("cuda:sm90/132",)

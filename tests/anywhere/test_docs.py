@@ -46,5 +46,11 @@ def test_evidence_needs_right_results_and_no_loss(
     alone = {"op": "route", "us": {"triton": 2.0}, "contract": "holds"}
     assert report(won) == report(alone) == {("route", "triton"): ("cuda:sm90/132",)}
     assert report(won, lost) == report(won, wrong) == {}
+    assert module.dependent_launch() == ()
+    overlaps = {"op": "route", "us": {"triton": 2.0, "triton+pdl": 1.5}, "contract": "holds"}
+    report(overlaps)
+    assert module.dependent_launch() == ("cuda:sm90/132",)
+    report(overlaps, {**overlaps, "us": {"triton": 2.0, "triton+pdl": 2.1}})
+    assert module.dependent_launch() == ()
     # The engine has experts of its own, so a time without theirs beside it says nothing.
     assert report({**alone, "op": "routed_experts"}) == {}

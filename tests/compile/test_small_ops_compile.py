@@ -4,6 +4,8 @@ The launches are recorded from the ops themselves on the served shapes, with ten
 memory: a host that would read a tensor's value fails here too.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -68,10 +70,17 @@ def test_limits_are_checked() -> None:
     assert any("64 KiB" in fault for fault in fat.faults())
 
 
-def test_dependent_launch_compiles_in() -> None:
-    """Switched on, Hopper kernels wait for their neighbours; AMD never sees the flag."""
-    for chip, arch, expected in (("h200", "sm90", True), ("mi300x", "gfx942", False)):
-        with launching_for(Target.parse(chip)), dependent_launch(), recorded() as launches:
+@pytest.mark.parametrize("switch", [None, True, False])
+def test_dependent_launch_compiles_in(switch: bool | None) -> None:
+    """Switched on, NVIDIA's kernels wait for their neighbours; AMD never sees the flag.
+
+    Left alone, it is on for the chips on which it was measured to pay.
+    """
+    for chip, arch, expected in (("h200", "sm90", switch is not False),
+                               ("b200", "sm100", switch is True),
+                               ("mi300x", "gfx942", False)):  # fmt: skip
+        how = nullcontext() if switch is None else dependent_launch(switch)
+        with launching_for(Target.parse(chip)), how, recorded() as launches:
             a = arguments("route", 1, RANKS["large-tp8-global"], "meta")
             next(r for r in OFFERS if r.op == "route").load()(**a)
         assert ("launch_pdl" in launches[0].options) is expected

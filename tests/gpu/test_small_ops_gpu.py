@@ -124,7 +124,8 @@ def test_dependent_launch_changes_nothing() -> None:
             outputs += [x, ids]
         return outputs
 
-    plain = chain()
+    with dependent_launch(False):
+        plain = chain()
     for _ in range(20):
         with dependent_launch():
             overlapped = chain()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from inkling_portable.backends.evidence import DEPENDENT_LAUNCH
 from inkling_portable.target import Target
 
 if TYPE_CHECKING:
@@ -56,9 +57,9 @@ def is_rocm() -> bool:
     return target().vendor == "rocm"
 
 
-# Programmatic dependent launch lets a kernel start while its predecessor drains. It is off until
-# a measurement on the chip shows that it pays; benchmarks switch it on to take that measurement.
-_dependent_launch = False
+# Programmatic dependent launch lets a kernel start while its predecessor drains. It is on where a
+# committed measurement on the chip shows that it pays; benchmarks switch it to take such ones.
+_dependent_launch: bool | None = None
 
 
 @contextmanager
@@ -78,8 +79,17 @@ def pdl() -> bool:
     A kernel that is launched with it must call `gdc_wait` before it reads what another kernel
     wrote, or writes what another may still read.
     """
-    machine = target()
-    return _dependent_launch and machine.vendor == "cuda" and int(machine.arch[2:]) >= 90
+    return _pays(target()) if _dependent_launch is None else _dependent_launch and _can(target())
+
+
+@cache
+def _can(machine: Target) -> bool:
+    return machine.vendor == "cuda" and int(machine.arch[2:]) >= 90
+
+
+@cache
+def _pays(machine: Target) -> bool:
+    return _can(machine) and machine.key in DEPENDENT_LAUNCH
 
 
 _fixed_order = False
