@@ -1,12 +1,13 @@
 # `make demo` serves a tiny Inkling on this machine; `make test` runs every suite that needs no GPU.
 # Both make the environment `.venv` first. Variables:
 #   PYTHON       the Python to build the environment with, 3.11 or newer
+#   TRITON       for compile-with: the version with which every kernel is compiled, without a GPU
 #   TORCH_INDEX  package index with CPU builds of torch, where pip's own settings are not wanted
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint compile-with clean
 
 setup:
 	@$(PYTHON) ci/setup.py
@@ -20,6 +21,9 @@ test:
 lint: setup
 	@$(BIN)/ruff check --output-format concise .
 	@$(BIN)/mypy
+
+compile-with: setup
+	@$(BIN)/python ci/compile_with.py $(TRITON)
 
 clean:
 	rm -rf .venv build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +16,7 @@ def generator(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / f"ci/{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for their module
     spec.loader.exec_module(module)
     return module
 
@@ -54,3 +56,47 @@ def test_evidence_needs_right_results_and_no_loss(
     assert module.dependent_launch() == ()
     # The engine has experts of its own, so a time without theirs beside it says nothing.
     assert report({**alone, "op": "routed_experts"}) == {}
+
+
+def test_performance_pages_are_current() -> None:
+    """Tables and plots follow from the committed results, and no plot is left over."""
+    module = generator("generate_performance")
+    wanted = module.render()
+    for path, text in wanted.items():
+        assert path.read_text() == text, f"{path.name}: run python ci/generate_performance.py"
+    assert set(module.FOLDER.glob("*.svg")) == {path for path in wanted if path.suffix == ".svg"}
+
+
+def test_losses_are_listed_until_they_are_won(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = generator("generate_performance")
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+
+    def shape(**times: float) -> dict:
+        return {"op": "route", "rows": 1, "rank": "large-tp8-global", "floor_us": 0.5,
+                "decode": True, "us": times, "contract": "holds"}  # fmt: skip
+
+    def page(name: str, *rows: dict) -> str:
+        report = {"machine": {"gpu": "H", "date": "d", "target": "t"}, "results": list(rows)}
+        (tmp_path / name).write_text(json.dumps(report))
+        return module.render()[module.PAGE]
+
+    lost = page("a.json", shape(triton=9.0, vllm=4.0, cublas=5.0))
+    assert "| a | route 1 rows decode | 9.00 | vllm 4.00 | 2.25 |" in lost
+    assert "| route 1 rows decode | 0.50 | 9.00 | vllm 4.00 | **2.25** | cublas 5.00 |" in lost
+    won = page("b.json", shape(**{"triton": 9.0, "triton+pdl": 3.0, "vllm": 4.0}))
+    assert "Where another is faster" not in won
+    assert "| route 1 rows decode | 0.50 | 3.00 | vllm 4.00 | 0.75 | triton 9.00 |" in won
+    assert "breaks its contract" in page("c.json", {**shape(triton=1.0), "contract": ["off"]})
+
+
+def test_a_plot_is_well_formed_and_in_bounds() -> None:
+    from xml.etree import ElementTree
+
+    module = generator("generate_performance")
+    rows = [module.Row("a <b> & c", 0.0, {"ours": 3.0, "vllm": 40000.0}, True)]
+    root = ElementTree.fromstring(module.plot(rows, "one & two"))
+    width = float(root.attrib["viewBox"].split()[2])
+    spots = [float(e.attrib["cx"]) for e in root.iter("{http://www.w3.org/2000/svg}circle")]
+    assert len(spots) == 2 and all(300 < spot < width for spot in spots)
