@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,7 @@ def measure(model: str, form: str, tokens: int, weights: dict[str, Any], check: 
     return row
 
 
-def by_kernel(calls: list[Callable[[], Any]]) -> dict[str, float]:
+def by_kernel(calls: Sequence[Callable[..., Any]]) -> dict[str, float]:
     """Mean device time of one call by kernel name."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -239,7 +239,7 @@ def precompile(trials: list[tuple[str, str, int, dict[str, Any]]]) -> None:
     from ci.cross_compile import job, recorded
 
     arch = Target.detect().arch
-    work = {}
+    work: dict[Any, Any] = {}
     for model, form, tokens, functions in trials:
         with chosen(**functions), recorded() as launches:
             module.routed_experts(**weights_of(model, form, "meta"),

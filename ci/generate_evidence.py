@@ -84,8 +84,8 @@ def render() -> str:
     for (op, provider), chips in sorted(evidence().items()):
         names = ", ".join(f'"{chip}"' for chip in chips)
         lines.append(f'    ("{op}", "{provider}"): ({names},),\n')
-    chips = "".join(f'"{chip}", ' for chip in dependent_launch()).rstrip(" ")
-    return f"{HEAD}{''.join(lines)}}}\nDEPENDENT_LAUNCH: tuple[str, ...] = ({chips})\n"
+    overlap = "".join(f'"{chip}", ' for chip in dependent_launch()).rstrip(" ")
+    return f"{HEAD}{''.join(lines)}}}\nDEPENDENT_LAUNCH: tuple[str, ...] = ({overlap})\n"
 
 
 if __name__ == "__main__":
