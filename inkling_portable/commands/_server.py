@@ -21,6 +21,15 @@ from types import TracebackType
 import psutil
 
 SERVED_BY_US = re.compile(r"inkling_portable \S+ serves Inkling")
+SERVE_ARGUMENTS = [
+    *("--tokenizer-mode", "inkling"),
+    *("--reasoning-parser", "inkling"),
+    *("--tool-call-parser", "inkling"),
+    "--enable-auto-tool-choice",
+]
+"""What serving any Inkling takes, the released ones too."""
+TINY_ARGUMENTS = [*("--dtype", "float32"), *("--max-num-seqs", "16"), *("--block-size", "16")]
+"""What a tiny model on a CPU takes beside that."""
 STOP_LIMIT_S = 20.0
 # A line of a traceback's end, bare or behind a process's name and a log's header.
 RAISED = re.compile(r"^(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$")

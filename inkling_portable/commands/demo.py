@@ -1,12 +1,12 @@
-"""`inkling-portable demo`: a tiny random Inkling answers through `vllm serve` on this machine.
+"""`inkling-portable demo`: a small trained Inkling answers through `vllm serve` on this machine.
 
-Writes a checkpoint, starts the server, chats with it through the OpenAI SDK, in words, with a
-picture and a clip, and with a tool's result; shows which kernels were chosen, measures, and stops.
-Exits non-zero when any step fails.
+Serves portable-nano, which comes with this package, and asks it through the OpenAI SDK: for a word
+planted in a text, for a thought and its answer, for a tool call and what to make of its result,
+for the colour of a shape and the note of a tone. Every answer is checked. Then it shows which
+kernels were chosen, measures, and stops. Exits non-zero when any step fails.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -15,24 +15,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from inkling_portable.commands import demo_media
-from inkling_portable.commands._server import Server, ServerError, memory_arguments
-from inkling_portable.commands.demo_media import DemoError
+from inkling_portable.commands import eval_media, eval_tasks
+from inkling_portable.commands._server import (
+    SERVE_ARGUMENTS,
+    TINY_ARGUMENTS,
+    Server,
+    ServerError,
+    memory_arguments,
+)
+from inkling_portable.commands.eval_tasks import Case
+from inkling_portable.commands.eval_words import PORTABLE_NANO
 
-QUESTION = "What is a short convolution good for?"
-SERVE_ARGUMENTS = [
-    *("--tokenizer-mode", "inkling"),
-    *("--reasoning-parser", "inkling"),
-    *("--tool-call-parser", "inkling"),
-    "--enable-auto-tool-choice",
-]
-# What a tiny model on a CPU needs beside the arguments of a real one.
-TINY_ARGUMENTS = [
-    *("--dtype", "float32"),
-    *("--max-model-len", "1024"),
-    *("--max-num-seqs", "16"),
-    *("--block-size", "16"),
-]
+QUESTION = "there was a old tower beside the river."
+SHOWN = 160
+"""Characters of a message that are printed, its end."""
+
+
+class DemoError(Exception):
+    """A sentence: which step failed and what was seen."""
 
 
 def announce(title: str) -> None:
@@ -67,40 +67,37 @@ def run_own_command(*arguments: str) -> None:
         raise DemoError(f"`inkling-portable {' '.join(arguments)}` ended with {done.returncode}")
 
 
-def token_id(checkpoint: Path, content: str) -> int:
-    """The id of a special token, from the checkpoint's own tokenizer."""
-    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
-    for token in tokenizer["added_tokens"]:
-        if token["content"] == content:
-            return int(token["id"])
-    raise DemoError(f"the tokenizer in {checkpoint} has no token {content}")
+def shown(message: dict[str, Any]) -> str:
+    """A message in one line."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        names = {"image_url": "[picture]", "input_audio": "[sound]"}
+        content = " ".join(names.get(part["type"]) or part["text"] for part in content)
+    parts = [content if len(content) <= SHOWN else f"... {content[-SHOWN:]}"]
+    if message.get("reasoning"):
+        parts.insert(0, f"(thinks: {message['reasoning']})")
+    for call in message.get("tool_calls") or ():
+        parts.append(f"calls {call['function']['name']} with {call['function']['arguments']}")
+    return " ".join(part for part in parts if part)
 
 
-def streamed_chat(client: Any, model: str, tokens: int, text_marker: int) -> None:
-    """Sends one streamed chat, prints what goes out and what comes in, and checks its end.
+def ask(client: Any, model: str, case: Case) -> dict[str, Any]:
+    """Streams the answer to a case, prints it, and returns it as a message.
 
-    text_marker: id of the token after which the parser shows text; random weights would hardly
-    ever choose it by themselves, and nothing would be shown before the end.
+    Raises DemoError when the answer is not right or the stream does not end as it should.
     """
-    messages = [
-        {"role": "system", "content": "You answer in one sentence."},
-        {"role": "user", "content": QUESTION},
-    ]
-    for message in messages:
-        print(f"sent      {message['role']:7} {message['content']}")
-    print("received  ", end="", flush=True)
     started = time.monotonic()
     stream = client.chat.completions.create(
         model=model,
-        messages=messages,
-        max_tokens=tokens,
-        temperature=1.0,
-        seed=1,
+        messages=case.asked,
+        max_tokens=96,
+        temperature=0.0,
         stream=True,
         stream_options={"include_usage": True},
-        logit_bias={str(text_marker): 6},
-        extra_body={"ignore_eos": True},
+        **({"tools": case.tools} if case.tools else {}),
     )
+    message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning": ""}
+    calls: dict[int, dict[str, Any]] = {}
     chunks, first, usage, finish = 0, None, None, None
     for chunk in stream:
         chunks += 1
@@ -108,23 +105,40 @@ def streamed_chat(client: Any, model: str, tokens: int, text_marker: int) -> Non
         usage = chunk.usage or usage
         for choice in chunk.choices:
             finish = choice.finish_reason or finish
-            text = getattr(choice.delta, "reasoning", None) or choice.delta.content or ""
-            # Random bytes would upset a terminal.
-            print(repr(text)[1:-1], end="", flush=True)
-    print()
-    if usage is None or finish is None or usage.completion_tokens != tokens:
-        raise DemoError(
-            f"the stream should have ended after {tokens} tokens with a reason and a count; it "
-            f"ended after {chunks} chunks with reason {finish} and {usage}"
-        )
+            message["content"] += choice.delta.content or ""
+            message["reasoning"] += getattr(choice.delta, "reasoning", None) or ""
+            for part in choice.delta.tool_calls or ():
+                new = {"type": "function", "function": {"name": "", "arguments": ""}}
+                call = calls.setdefault(part.index, new)
+                call["id"] = part.id or call.get("id")
+                call["function"]["name"] += part.function.name or ""
+                call["function"]["arguments"] += part.function.arguments or ""
+    message["tool_calls"] = list(calls.values())
+    print(f"received  model   {shown(message)}")
+    if not eval_tasks.is_right(case, message):
+        raise DemoError(f"the right answer was: {shown(case.wanted)}; it was: {shown(message)}")
+    if usage is None or finish not in ("stop", "tool_calls"):
+        raise DemoError(f"the stream ended with reason {finish} and count {usage} after the answer")
     print(
-        f"{usage.prompt_tokens} tokens in, {usage.completion_tokens} out, {chunks} chunks, finish "
-        f"reason {finish}, first chunk after {first:.2f} s"
+        f"          right; {usage.prompt_tokens} tokens in, {usage.completion_tokens} out, "
+        f"{chunks} chunks, the first after {first:.2f} s"
     )
-    print(
-        "The weights are random, so the words are nonsense and only the machinery is real. (The "
-        "request asks for all its tokens and pushes the model towards the text marker.)"
-    )
+    return message
+
+
+def converse(client: Any, model: str, case: Case) -> None:
+    """Asks what a case asks, turn by turn: what stands for the model in it is its own."""
+    messages: list[dict[str, Any]] = []
+    for message in case.messages:
+        if message["role"] == "assistant":
+            answer = ask(client, model, Case(case.task, [*messages, message], case.tools))
+            # A server gives each call an identity, to which its result refers.
+            messages.append({k: v for k, v in answer.items() if v})
+            continue
+        print(f"sent      {message['role']:7} {shown(message)}")
+        if message["role"] == "tool":
+            message = message | {"tool_call_id": messages[-1]["tool_calls"][0]["id"]}
+        messages.append(message)
 
 
 def tokens_per_second(client: Any, model: str, tokens: int, requests: int) -> float:
@@ -146,23 +160,27 @@ def tokens_per_second(client: Any, model: str, tokens: int, requests: int) -> fl
     return total / (time.monotonic() - started)
 
 
-def use(server: Server, tokens: int, text_marker: int, media: tuple[int, int]) -> None:
+def use(server: Server, tokens: int) -> None:
     """All that the demo does with a server that is ready."""
     from openai import OpenAI
 
     print(server.plugin_line())
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120.0)
-    announce("a streamed chat through the OpenAI SDK")
-    streamed_chat(client, server.name, tokens, text_marker)
-    announce("a picture and a clip in one prompt")
-    demo_media.picture_and_clip(client, server.name, media)
-    announce("a conversation that holds a tool call and its result")
-    demo_media.tool_result(client, server.name)
+    announce("a word planted 256 tokens before the question")
+    converse(client, server.name, eval_tasks.case("retrieve at 4x extent", 0))
+    announce("a thought, then an answer")
+    converse(client, server.name, eval_tasks.case("think", 0))
+    announce("a tool call, and what to make of its result")
+    converse(client, server.name, eval_tasks.case("tool result", 1))
+    announce("three pictures and two sounds")
+    for task, count in (("colour of a shape", 2), ("place of a shape", 1), ("note of a tone", 2)):
+        for index in range(count):
+            converse(client, server.name, eval_media.case(task, index))
     announce("which kernel each operation uses on this machine, and why")
     run_own_command("explain")
     announce("speed and memory")
     for requests in (1, 8):
-        speed = tokens_per_second(client, server.name, 2 * tokens, requests)
+        speed = tokens_per_second(client, server.name, tokens, requests)
         print(f"{requests} request{'s' if requests > 1 else ' '}: {speed:6.1f} tokens/s")
     sizes = server.memory_gib()
     print(f"memory: {sum(sizes.values()):.2f} GiB in {len(sizes)} processes")
@@ -173,27 +191,20 @@ def use(server: Server, tokens: int, text_marker: int, media: tuple[int, int]) -
 
 
 def run(folder: Path, limit_s: float, tokens: int) -> None:
-    """The demo, with its files in `folder`; raises DemoError or ServerError."""
+    """The demo, with its log in `folder`; raises DemoError or ServerError."""
     started = time.monotonic()
-    announce("a tiny checkpoint with random weights")
-    checkpoint = folder / "checkpoint"
-    run_own_command("tiny", str(checkpoint), "--preset", "omni")
     arguments = [*SERVE_ARGUMENTS, *TINY_ARGUMENTS, *memory_arguments("256M")]
-    server = Server(checkpoint, arguments, folder / "server.log")
+    server = Server(PORTABLE_NANO, arguments, folder / "server.log", name="portable-nano")
     announce("the server")
     print("$ vllm", *server.command[1:], flush=True)
     with server:
-        marker, media = (
-            token_id(checkpoint, "<|content_text|>"),
-            demo_media.media_tokens(checkpoint),
-        )
         progress = Progress()
         try:
             ready_s = server.wait_until_ready(limit_s, progress)
         finally:
             progress.end()
         print(f"ready after {ready_s:.0f} s")
-        use(server, tokens, marker, media)
+        use(server, tokens)
         announce("stopping")
     print(f"the server has stopped; the demo took {time.monotonic() - started:.0f} s")
 
@@ -201,11 +212,13 @@ def run(folder: Path, limit_s: float, tokens: int) -> None:
 def main(argv: list[str]) -> int:
     """`inkling-portable demo [--keep DIR] [--timeout S] [--tokens N]`."""
     parser = argparse.ArgumentParser(prog="inkling-portable demo", description=__doc__)
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep checkpoint and log in DIR")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the log in DIR")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="seconds the start may take"
     )
-    parser.add_argument("--tokens", type=int, default=48, metavar="N", help="length of the answer")
+    parser.add_argument(
+        "--tokens", type=int, default=96, metavar="N", help="length of the answers that are timed"
+    )
     options = parser.parse_args(argv)
     try:
         if options.keep is not None:

@@ -23,17 +23,16 @@ from typing import Any
 
 from inkling_portable.commands import eval_media as media
 from inkling_portable.commands import eval_tasks as tasks
-from inkling_portable.commands._server import Server, ServerError, memory_arguments
+from inkling_portable.commands._server import (
+    SERVE_ARGUMENTS,
+    TINY_ARGUMENTS,
+    Server,
+    ServerError,
+    memory_arguments,
+)
 from inkling_portable.commands.eval_words import PORTABLE_NANO
 
 SUITES = ("nano", "niah", "tools", *media.SUITES)
-SERVE_ARGUMENTS = [
-    *("--tokenizer-mode", "inkling"),
-    *("--reasoning-parser", "inkling"),
-    *("--tool-call-parser", "inkling"),
-    "--enable-auto-tool-choice",
-]
-CPU_ARGUMENTS = [*("--dtype", "float32"), *("--max-num-seqs", "16"), *("--block-size", "16")]
 ANSWER_TOKENS = 96
 LENGTHS = (256, 512, 1024, 4096, 16384, 65536, 131072, 226304, 525312, 1048576)
 """Prompt tokens of the needle suite, as far as the server's limit; the last is the limit itself."""
@@ -241,7 +240,7 @@ def served(target: str, options: argparse.Namespace) -> Iterator[str]:
 
     arguments = list(SERVE_ARGUMENTS)
     if not torch.cuda.is_available():
-        arguments += [*CPU_ARGUMENTS, *memory_arguments("256M")]
+        arguments += [*TINY_ARGUMENTS, *memory_arguments("256M")]
     with tempfile.TemporaryDirectory(prefix="inkling-eval-") as scratch:
         server = Server(
             folder, [*arguments, *options.serve], Path(scratch) / "server.log", name=folder.name

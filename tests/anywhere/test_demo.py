@@ -1,10 +1,9 @@
 """The demo's server handling against a stand-in for `vllm serve` that misbehaves as told."""
 
-import json
 import os
 import sys
 import time
-import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from inkling_portable.commands import _server, demo_media
+from inkling_portable.commands import _server, demo, eval_media, eval_tasks
 from inkling_portable.commands._server import Server, ServerError
-from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.commands.eval_tasks import Case
 
 HEALTHY = """
 import http.server, signal, subprocess, sys
@@ -143,71 +142,61 @@ def test_failed_step_fails_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A server that is healthy but cannot chat ends the demo with an error and no process."""
-    from inkling_portable.commands import demo
-
     stand_in(tmp_path, monkeypatch, HEALTHY.format(stubborn=False, line=OURS))
     monkeypatch.setattr(demo, "run_own_command", lambda *arguments: None)
-    monkeypatch.setattr(demo_media, "media_tokens", lambda checkpoint: (1, 1))
-    checkpoint = tmp_path / "kept" / "checkpoint"
-    checkpoint.mkdir(parents=True)
-    added = [{"id": 7, "content": "<|content_text|>"}]
-    (checkpoint / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
     assert demo.main(["--keep", str(tmp_path / "kept"), "--timeout", "30"]) == 1
     assert "demo: InternalServerError: Error code: 501" in capsys.readouterr().err
     assert psutil.Process().children(recursive=True) == []
 
 
-class Deaf:
-    """Stands for a server that counts its prompts rightly and hears and sees some parts only."""
+class Model:
+    """Stands for a client of a server whose model gives the answers of a case, bent as told."""
 
-    def __init__(self, *parts: str, extra: int = 0) -> None:
-        self.parts, self.extra = parts, extra
+    def __init__(self, case: Case, bend: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self.answers = [m for m in case.messages if m["role"] == "assistant"]
+        self.bend, self.asked = bend, 0
         self.chat = self.completions = self
+        self.seen: list[Any] = []
 
-    def create(self, messages: list[dict[str, Any]], **_: Any) -> SimpleNamespace:
-        tokens, seen = 10, ""
-        for message in messages:
-            parts = message["content"] or ""
-            for part in parts if isinstance(parts, list) else [{"type": "text", "text": parts}]:
-                if part["type"] != "text":
-                    tokens += 20 + self.extra
-                if part["type"] in self.parts:
-                    seen += json.dumps(part)
-        if len(messages) > 1:
-            tokens += 9
-        value = -(zlib.crc32(seen.encode()) % 1000) / 100
-        top = [SimpleNamespace(logprob=value)]
-        logprobs = SimpleNamespace(content=[SimpleNamespace(top_logprobs=top)])
-        choice = SimpleNamespace(logprobs=logprobs, message=SimpleNamespace(content="x"))
-        usage = SimpleNamespace(prompt_tokens=tokens)
-        return SimpleNamespace(choices=[choice], usage=usage)
+    def create(self, messages: list[Any], **_: Any) -> Iterator[SimpleNamespace]:
+        self.seen = messages
+        message = self.bend(self.answers[self.asked])
+        self.asked += 1
+        for key in ("reasoning", "content"):
+            for letter in message.get(key) or "":
+                yield self.chunk(**{key: letter})
+        for index, call in enumerate(message.get("tool_calls") or ()):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            pieces = [("own-id", name, ""), *((None, None, letter) for letter in arguments)]
+            for identity, title, text in pieces:
+                function = SimpleNamespace(name=title, arguments=text)
+                part = SimpleNamespace(index=index, id=identity, function=function)
+                yield self.chunk(tool_calls=[part])
+        finish = message.get("finish", "stop")
+        usage = SimpleNamespace(prompt_tokens=1, completion_tokens=1)
+        yield self.chunk(finish=finish, usage=usage)
 
-
-EVERYTHING = ("text", "image_url", "input_audio")
-
-
-@pytest.mark.parametrize(
-    ("client", "sentence"),
-    [
-        (Deaf("text", "input_audio"), "the picture upside down should have moved"),
-        (Deaf("text", "image_url"), "the clip backwards should have moved"),
-        (Deaf(*EVERYTHING, extra=1), "the prompt should have 50 tokens; it has 52"),
-    ],
-    ids=["blind", "deaf", "longer"],
-)
-def test_media_that_do_not_arrive_fail_the_demo(client: Deaf, sentence: str) -> None:
-    demo_media.picture_and_clip(Deaf(*EVERYTHING), "model", (20, 20))
-    with pytest.raises(demo_media.DemoError, match=sentence):
-        demo_media.picture_and_clip(client, "model", (20, 20))
+    @staticmethod
+    def chunk(finish: str | None = None, usage: Any = None, **given: Any) -> SimpleNamespace:
+        fields = {"content": None, "reasoning": None, "tool_calls": None} | given
+        choice = SimpleNamespace(finish_reason=finish, delta=SimpleNamespace(**fields))
+        return SimpleNamespace(usage=usage, choices=[choice])
 
 
-def test_a_tool_result_that_does_not_arrive_fails_the_demo() -> None:
-    demo_media.tool_result(Deaf("text"), "model")
-    with pytest.raises(demo_media.DemoError, match="another result should have moved"):
-        demo_media.tool_result(Deaf(), "model")
+CASES = [eval_tasks.case(task, 0) for task in ("copy", "think", "tool result")]
+CASES += [eval_media.case(task, 0) for task in eval_media.TASKS]
 
 
-def test_media_are_counted_by_the_checkpoint(tmp_path: Path) -> None:
-    write_tiny(tmp_path / "omni", preset="omni")
-    # 128x96 pixels in patches of 16, one column more than fits; 0.6 s in frames of 50 ms.
-    assert demo_media.media_tokens(tmp_path / "omni") == (3 + 6 * 9, 4 + 12)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.task)
+def test_only_right_answers_pass(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model(case, lambda message: message)
+    demo.converse(model, "nano", case)
+    assert capsys.readouterr().out.count("right;") == model.asked == len(model.answers)
+    identities = [m.get("tool_call_id") for m in model.seen if m["role"] == "tool"]
+    assert identities == ["own-id"] * (len(model.answers) - 1)
+    for bent in ({"content": "something else", "tool_calls": None}, {"content": ""}):
+        with pytest.raises(demo.DemoError, match="the right answer was: "):
+            demo.converse(Model(case, lambda m, bent=bent: m | bent if m["content"] else m | {
+                "tool_calls": None}), "nano", case)  # fmt: skip
+    with pytest.raises(demo.DemoError, match="ended with reason length"):
+        demo.converse(Model(case, lambda message: message | {"finish": "length"}), "nano", case)
