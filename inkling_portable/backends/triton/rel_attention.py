@@ -75,8 +75,14 @@ def attend(
     out: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    far_lse: Tensor | None = None,
 ) -> None:
-    """rel_attention with a given plan, or with the plan of a given machine; None: of this one."""
+    """rel_attention with a given plan, or with the plan of a given machine; None: of this one.
+
+    With far_lse [heads, T] (float32, natural logarithm) the rows of requests that `plan.many`
+    serves have their keys at distances from the extent on already in `out`: only the nearer ones
+    are visited. Rows without such keys may hold anything there.
+    """
     _check(q, k_cache, v_cache, rel, pages, q_starts, kv_lens, window, out)
     if not q.shape[0]:
         return
@@ -90,7 +96,7 @@ def attend(
     if plan.few is not None:
         _launch_split(plan.few, q, k_cache, v_cache, rel, out, *shared)
     if plan.many is not None:
-        _launch_whole(plan.many, q, k_cache, v_cache, rel, out, *shared)
+        _launch_whole(plan.many, q, k_cache, v_cache, rel, out, *shared, far_lse)
 
 
 def describe(
@@ -144,19 +150,20 @@ def _launch_split(
 def _launch_whole(
     tiles: Whole, q: Tensor, k_cache: Tensor, v_cache: Tensor, rel: Tensor, out: Tensor,
     pages: Tensor, q_starts: Tensor, kv_lens: Tensor, shape: Shape, scale: float, gain: float,
-    plan: Plan,
+    plan: Plan, far_lse: Tensor | None,
 ) -> None:  # fmt: skip
     k_tiles, v_tiles, steps = _matrices(tiles, k_cache, v_cache)
     options: dict[str, Any] = {"launch_pdl": True} if tiles.pdl else {}
     attend_whole[(tuning.row_tiles(shape, tiles.m) * shape.kv_heads,)](
         q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out,
-        shape.rows, shape.batch, plan.few_tokens if plan.few else 0, scale, gain,
+        far_lse, shape.rows, shape.batch, plan.few_tokens if plan.few else 0, scale, gain,
         *q.stride(), *k_cache.stride(), *v_cache.stride(), *steps,
         *rel.stride(), pages.stride(0), *out.stride(),
         HEADS=shape.heads, KV_HEADS=shape.kv_heads, WIDTH=shape.width, EXTENT=shape.extent,
-        WINDOW=shape.window, PAGE=shape.page, BATCH=max(16, tuning.power_of_two(shape.batch)),
+        WINDOW=shape.window if far_lse is None else shape.extent, PAGE=shape.page,
+        BATCH=max(16, tuning.power_of_two(shape.batch)),
         M=tiles.m, N=tiles.n, CLEAR=True, TMA=tiles.tma, PRECISION=_precision(q),
-        STAGES=tiles.stages, PDL=tiles.pdl,
+        STAGES=tiles.stages, PDL=tiles.pdl, FAR=far_lse is not None,
         num_warps=tiles.warps, num_stages=tiles.stages, **options,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from inkling_portable.backends.triton.rel_attention_tiles import (
+    LOG2E,
     attend_request,
     beside_cache,
     clear_padding,
@@ -16,7 +17,7 @@ from inkling_portable.backends.triton.rel_attention_tiles import (
 
 @triton.jit(do_not_specialize=["rows", "batch", "few", "pages_b"])
 def attend_whole(
-    q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out,
+    q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out, far_lse,
     rows, batch, few, scale, gain,
     q_t, q_h, q_d, k_page, k_row, k_head, k_d, v_page, v_row, v_head, v_d,
     k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
@@ -24,9 +25,14 @@ def attend_whole(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, EXTENT: tl.constexpr,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, BATCH: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, CLEAR: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """All keys of one row tile and KV head, for requests with more than `few` new tokens."""
+    """All keys of one row tile and KV head, for requests with more than `few` new tokens.
+
+    With FAR, `out` holds what the keys at distances from EXTENT on contribute to each row and
+    far_lse [HEADS, rows] their log-sum-exp; WINDOW is EXTENT, and the nearer keys are added. Both
+    are undefined for rows that have no such keys.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -76,6 +82,19 @@ def attend_whole(
         m = tl.full((M,), float("-inf"), tl.float32)
         z = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, WIDTH), tl.float32)
+        if FAR:
+            # The softmax goes on where the far keys left it: as if one key of that mass was seen.
+            has_far = row_ok & (position >= EXTENT)
+            lse = tl.load(
+                far_lse + tl.cast(head, tl.int64) * rows + start + token, mask=has_far,
+                other=float("-inf"),
+            )  # fmt: skip
+            m = lse if PRECISION == "ieee" else lse * LOG2E
+            z = tl.where(has_far, 1.0, 0.0)
+            acc = tl.load(
+                out + line * out_t + ((token - lead) * out_t + head * out_h)[:, None] + d * out_d,
+                mask=has_far[:, None], other=0.0,
+            ).to(tl.float32)  # fmt: skip
         m, z, acc = attend_request(
             m, z, acc, query, rel_base, rel_rows, rel_e, position,
             (first, high - 1),

@@ -118,24 +118,21 @@ def fold(m, z, acc, s, factor, v, PRECISION: tl.constexpr):
 
 @triton.jit
 def bias_strips(
-    rel, rel_rows, rel_step, position, key, per_scale, N: tl.constexpr, EXTENT: tl.constexpr,
+    rel, rel_rows, rel_step, position, key, N: tl.constexpr, EXTENT: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`near_start`, read in strips of 32 keys: each lane of a warp reads one column.
+    """Bias [M, N] of `near_start` in the type of `rel`, read in strips of 32 keys.
 
-    A wider load would deal a thread more rows, hence more pointers, instead of more columns. The
-    loop's variable goes into the row pointers, so that nothing per element can be hoisted out of
-    the loop, where it would be kept in registers and spilled.
+    Each lane of a warp reads one column. A wider load would deal a thread more rows, hence more
+    pointers, instead of more columns. The loop's variable goes into the row pointers, so that
+    nothing per element can be hoisted out of the loop, where it would be kept in registers and
+    spilled.
     """
     if N > 32:
         H: tl.constexpr = N // 2
-        left = bias_strips(
-            rel, rel_rows, rel_step, position, key, per_scale, H, EXTENT, WINDOW, MASKED
-        )
-        right = bias_strips(
-            rel, rel_rows, rel_step, position, key + H, per_scale, H, EXTENT, WINDOW, MASKED
-        )
-        start = tl.permute(tl.join(left, right), (0, 2, 1)).reshape(position.shape[0], N)
+        left = bias_strips(rel, rel_rows, rel_step, position, key, H, EXTENT, WINDOW, MASKED)
+        right = bias_strips(rel, rel_rows, rel_step, position, key + H, H, EXTENT, WINDOW, MASKED)
+        bias = tl.permute(tl.join(left, right), (0, 2, 1)).reshape(position.shape[0], N)
     else:
         LIMIT: tl.constexpr = min(EXTENT, WINDOW) if WINDOW > 0 else EXTENT
         column = tl.arange(0, N)[None, :]
@@ -147,12 +144,12 @@ def bias_strips(
             # As unsigned numbers, negative distances are beyond any limit: one comparison does.
             since = position - key
             distance = (since[:, None] - column).to(tl.uint32)
-            bias = tl.load(at, mask=distance < LIMIT, other=0.0).to(tl.float32) * per_scale
+            bias = tl.load(at, mask=distance < LIMIT, other=0.0)
             visible = distance < WINDOW if WINDOW > 0 else since[:, None] >= column
-            start = tl.where(visible, bias, float("-inf"))
+            bias = tl.where(visible, bias, float("-inf"))
         else:
-            start = tl.load(at).to(tl.float32) * per_scale
-    return start
+            bias = tl.load(at)
+    return bias
 
 
 @triton.jit
@@ -163,20 +160,17 @@ def near_start(
     """What scores [M, N] of keys key .. key+N-1 start from: bias over scale, -inf where hidden.
 
     The matrix product adds to it, and one factor then scales both: so the bias is brought into the
-    product's layout once, and the softmax stays in that layout. rel_rows [M] are 32-bit offsets
-    from `rel`, position [M] lies within span = (first, last): both valid for every row of the
-    tile. Most tiles are within the extent and the past of all rows and need no mask.
+    product's layout once, still in the type of `rel`, and the softmax stays in that layout.
+    rel_rows [M] are 32-bit offsets from `rel`, position [M] lies within span = (first, last): both
+    valid for every row of the tile. Most tiles are within the extent and the past of all rows and
+    need no mask.
     """
     LIMIT: tl.constexpr = min(EXTENT, WINDOW) if WINDOW > 0 else EXTENT
     if (key + N - 1 <= span[0]) & (span[1] - key < LIMIT):
-        start = bias_strips(
-            rel, rel_rows, rel_step, position, key, per_scale, N, EXTENT, WINDOW, False
-        )
+        bias = bias_strips(rel, rel_rows, rel_step, position, key, N, EXTENT, WINDOW, False)
     else:
-        start = bias_strips(
-            rel, rel_rows, rel_step, position, key, per_scale, N, EXTENT, WINDOW, True
-        )
-    return start
+        bias = bias_strips(rel, rel_rows, rel_step, position, key, N, EXTENT, WINDOW, True)
+    return bias.to(tl.float32) * per_scale
 
 
 @triton.jit

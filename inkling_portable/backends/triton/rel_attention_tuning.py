@@ -6,7 +6,7 @@ graph. Lengths enter only as upper bounds: any plan is right for every shorter l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inkling_portable.target import Target
 
@@ -95,6 +95,14 @@ def plan(target: Target, shape: Shape) -> Plan:
     return Plan(split(target, shape, MIXED_ROWS), many, MIXED_TOKENS)
 
 
+def near_plan(target: Target, shape: Shape) -> Plan:
+    """The kernels beside one that serves the far keys of requests with many new tokens."""
+    near = whole(target, replace(shape, window=shape.extent), FEW_ROWS)
+    if shape.batch == 1:
+        return Plan(None, near)
+    return Plan(split(target, shape, MIXED_ROWS), near, MIXED_TOKENS)
+
+
 def row_tiles(shape: Shape, m: int) -> int:
     """How many tiles of m packed rows the requests can have at most, for one KV head."""
     each = -(-max(1, min(shape.max_q, shape.rows)) * shape.group // m)
@@ -127,6 +135,8 @@ def split(target: Target, shape: Shape, packed: int) -> Split:
         return _split_few_rows(shape, m, units, -(-packed // m), pdl)
     if m <= 32:
         return Split(m, 64, 4, _stages(target, shape, m, 64, 2, 3), 2 * units, pdl=pdl)
+    if _tma(target, shape, 128):
+        return _split_some_rows(target, shape, units, -(-packed // 64), pdl)
     warps, tma = (4 if m == 64 else 8), _tma(target, shape, 64)
     n = 64 if tma else 32
     return Split(m, n, warps, _stages(target, shape, m, n, 1, 3), units, tma=tma, pdl=pdl)
@@ -135,11 +145,26 @@ def split(target: Target, shape: Shape, packed: int) -> Split:
 def _split_few_rows(shape: Shape, m: int, units: int, tiles: int, pdl: bool) -> Split:
     """The best of a sweep on an H200 (benchmarks/attention.py), by how much there is to read."""
     sequences = shape.batch * shape.kv_heads * tiles
+    if shape.window:
+        return Split(m, 32, 4, 4, 2 * units, pieces=16, pdl=pdl)
     if sequences >= 16:
         return Split(m, 128, 4, 2, 2 * units, pdl=pdl)
     if sequences * shape.max_kv <= 16384:
-        return Split(m, 64, 4, 3, units, pdl=pdl)
-    return Split(m, 64, 4, 2, (4 if sequences == 1 else 2) * units, least=4, pdl=pdl)
+        return Split(m, 64, 4, 3, units, pieces=256, pdl=pdl)
+    # Up to here four programs share a multiprocessor; with more to read, two keep it as busy.
+    several = 4 if sequences * shape.max_kv <= 131072 else 2
+    return Split(m, 64, 4, 2, several * units, least=4, pieces=256, pdl=pdl)
+
+
+def _split_some_rows(target: Target, shape: Shape, units: int, tiles: int, pdl: bool) -> Split:
+    """For more than 32 rows (MTP verification), from the same sweep: two programs of 64 rows."""
+    sequences = shape.batch * shape.kv_heads * tiles
+    if not shape.window and sequences * shape.max_kv <= 32768:
+        return Split(64, 128, 4, _stages(target, shape, 64, 128, 1, 2), 2 * units, pieces=128,
+                     tma=True, pdl=pdl)  # fmt: skip
+    least, pieces = (4, 256) if sequences < 16 and not shape.window else (1, 64)
+    return Split(64, 64, 4, _stages(target, shape, 64, 64, 2, 2), 2 * units, least,
+                 pieces=pieces, tma=True, pdl=pdl)  # fmt: skip
 
 
 def whole(target: Target, shape: Shape, packed: int) -> Whole:
@@ -157,12 +182,10 @@ def whole(target: Target, shape: Shape, packed: int) -> Whole:
         return Whole(m, 128, 4, 2, tma=True, pdl=pdl)
     if m <= 32:
         return Whole(m, 64, 4, _stages(target, shape, m, 64, 2, 3), pdl=pdl)
-    if shape.window:
-        m = 64
+    # Two programs of 64 rows hide each other's softmax better than one of 128.
     tma = _tma(target, shape, 64)
     n = 64 if tma else 32
-    warps, share = (4, 2) if m == 64 else (8, 1)
-    return Whole(m, n, warps, _stages(target, shape, m, n, share, 3), tma=tma, pdl=pdl)
+    return Whole(64, n, 4, _stages(target, shape, 64, n, 2, 2), tma=tma, pdl=pdl)
 
 
 def _tma(target: Target, shape: Shape, n: int) -> bool:
