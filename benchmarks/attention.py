@@ -1,6 +1,6 @@
 """Time relative attention beside vLLM's kernels on one GPU, each shape checked first.
 
-    python -m benchmarks.attention [--cases decode,verify] [--no-peers] [--out FILE.json]
+    python -m benchmarks.attention [--cases decode,verify] [--peers "fa4 x1,amd"] [--out FILE.json]
     python -m benchmarks.attention --sweep --seconds 300 [--cases "prefill"] [--out FILE.json]
 
 `--cases` takes parts of names or kinds (see attention_cases.py). The sweep tries other tiles than
@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention_cases import CASES, Case, arguments, faults
-from benchmarks.attention_peers import peers
+from benchmarks.attention_peers import PEERS, peers
 from benchmarks.timing import copies, environment, median_us
 from ci.cross_compile import compile_job, job, recorded
 from inkling_portable.backends.triton import rel_attention as kernel
@@ -120,8 +120,26 @@ def data_sets(case: Case) -> list[dict[str, Any]]:
     return [arguments(case, "cuda", seed) for seed in range(copies(size))]
 
 
-def measure(case: Case, target: Target, with_peers: bool) -> dict[str, Any]:
-    """One row: whether our result is right, and times of ours and of the peers, us."""
+def others(call: dict[str, Any]) -> dict[str, Callable[..., None]]:
+    """Our other providers that serve this call; none where vLLM or this Triton lacks them."""
+    found: dict[str, Callable[..., None]] = {}
+    try:
+        from inkling_portable.backends.cuda import rel_attention_hopper as hopper
+
+        if hopper.serves(**call):
+            found["gluon"] = hopper.rel_attention
+        from inkling_portable.backends.cuda import rel_attention_fa4 as fa4
+        from inkling_portable.backends.cuda.incumbent import flash_attention
+
+        if fa4.long_prefill(**call) and flash_attention():
+            found["fa4"] = fa4.composed
+    except ImportError as error:
+        print(f"a provider is absent: {error}", file=sys.stderr)
+    return found
+
+
+def measure(case: Case, target: Target, wanted: list[str]) -> dict[str, Any]:
+    """One row: whether our result is right, and times of ours and of the `wanted` peers, us."""
     sets = data_sets(case)
     plan = own_plan(case, target)
     sets[0]["out"].fill_(float("nan"))
@@ -129,7 +147,14 @@ def measure(case: Case, target: Target, with_peers: bool) -> dict[str, Any]:
     wrong = faults(case, sets[0])
     times = {"ours": time_plan(plan, sets), "ours, no PDL": time_plan(with_pdl(plan, False), sets)}
     peer_faults = {}
-    for name, run in (peers(case.window, case.extent) if with_peers else {}).items():
+    for name, function in others(sets[0]).items():
+        sets[0]["out"].fill_(float("nan"))
+        function(**sets[0])
+        if reasons := faults(case, sets[0]):
+            peer_faults[name] = reasons
+        calls = [lambda call=call, function=function: function(**call) for call in sets]  # type: ignore[misc]
+        times[name] = median_us(calls, replays=7, least=4)
+    for name, run in peers(case.window, case.extent, wanted).items():
         if (name not in ("fa4 x1", "amd", "fa4 no bias") and "prefill" in case.kind) or (
             name == "amd" and "prefill" in case.kind and case.fresh > 4096
         ):
@@ -177,12 +202,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default="", help="parts of case names or kinds, comma-separated")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=300, help="bound on the sweep's timing")
     parser.add_argument("--target", default="h200")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     target = Target.parse(chosen.target)
+    wanted = [] if chosen.no_peers else chosen.peers.split(",")
     parts = [p for p in chosen.cases.split(",") if p]
     cases = [c for c in CASES if not parts or any(p == c.kind or p in c.name for p in parts)]
     own = {c.name: own_plan(c, target) for c in cases}
@@ -203,7 +230,7 @@ def main() -> None:
                     facts = " ".join(f"{k}={v}" for k, v in tiles.items())
                     table.append(f"{case.name:26} {one['us']:9.1f} {wrong}{facts}")
             else:
-                result = measure(case, target, not chosen.no_peers)
+                result = measure(case, target, wanted)
                 table.append(row(result))
             results.append(result)
             print(table[-1], f"[{time.perf_counter() - start:.0f} s]", flush=True)
@@ -222,11 +249,12 @@ def row(result: dict[str, Any]) -> str:
     case, us = result["case"], result["us"]
     goal = f"{case['goal_us']:g} us" if case["goal_us"] else ""
     goal = f"{case['goal_tflops']:g} TF" if case["goal_tflops"] else goal
-    speed = f"{result['tflops']:4.0f} TF" if "prefill" in case["kind"] else ""
-    others = "  ".join(f"{name} {t:.1f}" for name, t in us.items() if name != "ours")
+    best = min(us.get(name, us["ours"]) for name in ("ours", "gluon", "fa4"))
+    speed = f"{result['tflops'] * us['ours'] / best:4.0f} TF" if "prefill" in case["kind"] else ""
+    rest = "  ".join(f"{name} {t:.1f}" for name, t in us.items() if name != "ours")
     verdict = "right" if result["right"] else "WRONG " + result["faults"][0][:60]
     return (f"{case['name']:26} {us['ours']:9.1f} us {speed} (goal {goal or '-'}, floor "
-            f"{result['floor_us']:.1f}) {verdict} | {others}")  # fmt: skip
+            f"{result['floor_us']:.1f}) {verdict} | {rest}")  # fmt: skip
 
 
 if __name__ == "__main__":

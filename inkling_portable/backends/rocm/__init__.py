@@ -25,4 +25,9 @@ OFFERS: tuple[Offer, ...] = (
                 batch_invariant=False), aiter_a16w4,
           note="W4A16, with a routing table of our own", verified="signature only",
           only_if_asked=True),
+    # vLLM has had its AMD kernels since 0.28.
+    offer("rel_attention", "vllm", ".incumbent:rel_attention",
+          needs(arch=("gfx942", "gfx950"), vllm=">=0.28,<0.34"),
+          needs(dtype="bfloat16", head_dim=128, kv_dtype=("auto", "bfloat16")),
+          only_if_asked=True),
 )  # fmt: skip
