@@ -171,7 +171,8 @@ def launches_section() -> list[str]:
     found = json.loads(path.read_text())
     lines = ["", "## Launches of a layer in decode", "",
              "Counted by `python -m ci.layer_launches` from what a decoder layer calls: one new "
-             "token per request, one rank of eight.", "",
+             "token per request, one rank of eight, NVFP4 experts of our own; the two products of "
+             "the engine's linear layers come on top.", "",
              "| chip | layer | requests | launches | which |", "|---|---|---|---|---|"]  # fmt: skip
     lines += [f"| {r['chip']} | {r['layer']} | {r['requests']} | {r['launches']} | {r['which']} |"
               for r in found]  # fmt: skip
