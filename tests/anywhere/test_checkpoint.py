@@ -141,6 +141,26 @@ def test_whole_experts_of_a_rank(tiny: tuple[InklingConfig, loading.Files]) -> N
     assert not loaded[2].any()
 
 
+@pytest.mark.parametrize("hf", [False, True])
+def test_our_own_experts_keep_gate_and_up_rows_alternating(
+    tiny: tuple[InklingConfig, loading.Files], hf: bool
+) -> None:
+    config, files = tiny
+    w13 = tensors_of(files)["model.llm.layers.3.mlp.experts.w13_weight"]
+    name, found, stored = "model.llm.layers.3.mlp.experts.w13_weight", files.shapes, w13
+    if hf:
+        name = "model.language_model.layers.3.mlp.experts.gate_up_proj"
+        stored = torch.cat([w13[:, 0::2], w13[:, 1::2]], 1)
+        found = {"model.language_model.layers.0.x": ()}
+    share = Experts((2, 3, 4), 1, 2, own=True)
+    plan = checkpoint.plan(config, found, Shard(experts=share), range(config.text.num_layers))
+    param = "model.layers.3.mlp.experts.routed_experts.w13_weight"
+    rows = w13.shape[1] // 2
+    module = Parameters({param: torch.Size([3, rows, w13.shape[2]])})
+    loading.load(module, [(name, stored)], {name: plan[name]}, files, allow_nonfinite=False)
+    assert torch.equal(module.params[param], w13[2:5, rows:])
+
+
 def test_a_stage_of_a_pipeline_copies_its_layers_only(
     tiny: tuple[InklingConfig, loading.Files],
 ) -> None:
