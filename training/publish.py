@@ -2,7 +2,7 @@
 
 `python -m training.publish FOLDER STAGE...`, each STAGE a folder that `training.train` wrote, in
 order. The weights are those of the last stage. Beside them: curves.csv (every measurement on
-held-out questions) and training.json (options and speed of each stage).
+held-out questions), losses.csv, and training.json (options, speed and result of each stage).
 """
 
 from __future__ import annotations
@@ -51,6 +51,26 @@ def curves(logs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     ]
 
 
+def losses(logs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row a report: stage, step, seconds, tokens so far, mean recent losses, gradient norm."""
+    names = ("trunk", *(f"depth {k}" for k in range(nano.DEPTHS)), "gradient")
+    return [
+        {"stage": stage, "step": line["step"], "seconds": line["seconds"],
+         "tokens": line["tokens"], **dict(zip(names, line["losses"], strict=True))}
+        for stage, log in enumerate(logs, start=1)
+        for line in log
+        if "losses" in line
+    ]  # fmt: skip
+
+
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    """A CSV file with the columns of the last row."""
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[-1]), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+
+
 def main(argv: list[str]) -> int:
     folder, *stages = map(Path, argv)
     logs = [entries(stage) for stage in stages]
@@ -58,11 +78,8 @@ def main(argv: list[str]) -> int:
     (folder / "training.json").write_text(
         json.dumps([summary(log) for log in logs], indent=2) + "\n"
     )
-    rows = curves(logs)
-    with (folder / "curves.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, list(rows[-1]), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
+    write_table(folder / "curves.csv", curves(logs))
+    write_table(folder / "losses.csv", losses(logs))
     return 0
 
 

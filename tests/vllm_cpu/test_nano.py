@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from inkling_portable.commands import eval_media
 from inkling_portable.commands import eval_tasks as tasks
@@ -153,6 +155,35 @@ def test_service_does_not_change_answers(
         steps = engine.counter("vllm:spec_decode_num_drafts")
         accepted = engine.counter("vllm:spec_decode_num_accepted_tokens")
         assert 1 + accepted / steps >= 2.0
+
+
+def test_an_adapter_beside_them_does_not_change_answers(
+    nano: Nano, alone: list[list[int]], tmp_path: Path
+) -> None:
+    """Every other prompt runs under an adapter that shouts over the query projections."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    dice = torch.Generator().manual_seed(1)
+    shapes = {"A": (4, 128), "B": (128, 4)}  # rank 4 between hidden and query widths
+    pairs = {
+        f"base_model.model.model.llm.layers.{layer}.attn.wq_du.lora_{side}.weight":
+            torch.randn(shape, generator=dice)
+        for layer in range(12) for side, shape in shapes.items()
+    }  # fmt: skip
+    save_file(pairs, tmp_path / "adapter_model.safetensors")
+    config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    loud = LoRARequest("loud", 1, str(tmp_path))
+    engine = nano(enable_lora=True, max_lora_rank=8)
+    params = SamplingParams(temperature=0.0, max_tokens=64, stop_token_ids=[END])
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts()], params, use_tqdm=False,
+        lora_request=[loud if i % 2 else None for i in range(len(CASES))],
+    )  # fmt: skip
+    found = [list(out.outputs[0].token_ids) for out in outputs]
+    assert found[::2] == alone[::2]
+    assert sum(a != b for a, b in zip(found[1::2], alone[1::2], strict=True)) > 10
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8"])
