@@ -168,7 +168,7 @@ def test_split_and_whole_programs_agree(batch: int, monkeypatch: pytest.MonkeyPa
     assert all(a.equal(b) for a, b in zip(split, whole, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_agrees_with_the_contract(seed: int) -> None:
     arguments = OP.inputs(SeededDraw(300 + seed))
     op = OP_FLOAT32 if arguments["q"].dtype == torch.float32 else OP
@@ -193,11 +193,11 @@ ROWS = [r for r in OFFERS if r.op not in ("rel_attention", "conv_sources") and r
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: r.op)
 def test_rows_do_not_depend_on_those_behind_them(row: Offer) -> None:
     """Every op whose tiles or sums could follow the number of rows, in its invariant form."""
-    for seed in range(6):
+    for seed in range(4):
         arguments = contract(row.op).inputs(SeededDraw(seed))
         if arguments.get("act", "bf16") != "bf16":
             continue
-        for keep in (1, 2, 17):
+        for keep in (1, 17):
             assert not changed_by_company(row, arguments, keep), (seed, keep)
 
 
@@ -206,12 +206,9 @@ def test_plain_forms_do_depend_on_the_batch(name: str) -> None:
     """Else the test above could not fail: here tiles are chosen by the number of rows."""
     row = next(r for r in OFFERS if r.op == name)
     plain = replace(row, invariant=True)
-    found = []
-    for seed in range(40):
-        arguments = contract(name).inputs(SeededDraw(seed))
-        if arguments.get("act", "bf16") == "bf16":
-            found += changed_by_company(plain, arguments, 1)
-    assert found
+    drawn = (contract(name).inputs(SeededDraw(seed)) for seed in range(40))
+    served = (a for a in drawn if a.get("act", "bf16") == "bf16")
+    assert any(changed_by_company(plain, arguments, 1) for arguments in served)
 
 
 SERVER = Target.parse("h200+triton=3.6+vllm=0.33")

@@ -93,10 +93,10 @@ def eight_bit(call: dict[str, Any], stored: torch.dtype) -> dict[str, Any]:
 
 @pytest.mark.parametrize("page", [16, 64, 128])
 @pytest.mark.parametrize("heads", [1, 4, 8, 16])
-@pytest.mark.parametrize("window", [0, 40])
-def test_agrees_for_every_group_and_page(heads: int, page: int, window: int) -> None:
+def test_agrees_for_every_group_and_page(heads: int, page: int) -> None:
     """Decoding beside a chunk; all that no request owns is NaN."""
-    call = case([1, 9, 20], [150, 30, 5], heads=heads, page=page, extent=40, window=window)
+    window = 40 if (heads + page // 64) % 2 else 0
+    call = case([1, 9, 11], [120, 30, 5], heads=heads, page=page, extent=40, window=window)
     stored = FNUZ if heads == 4 else FN
     assert not disagreements(OP, kernel.rel_attention, eight_bit(call, stored))
 
