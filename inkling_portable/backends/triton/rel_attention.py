@@ -108,7 +108,8 @@ def describe(
     return Shape(
         rows=q.shape[0], batch=kv_lens.shape[0], heads=q.shape[1], kv_heads=k_cache.shape[2],
         width=q.shape[2], extent=rel.shape[2], window=window, page=k_cache.shape[1],
-        max_q=max_q, max_kv=max_kv, element=q.element_size(), descriptors=fits,
+        max_q=max_q, max_kv=max_kv, element=q.element_size(),
+        stored=k_cache.element_size(), descriptors=fits,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ class Shape:
     max_q: int
     max_kv: int
     element: int = 2  # bytes
+    stored: int = 2  # bytes of a cached number
     descriptors: bool = False  # the caches' strides allow two-dimensional tensor descriptors
 
     @property
@@ -121,7 +122,9 @@ def _units(target: Target) -> int:
 
 def split(target: Target, shape: Shape, packed: int) -> Split:
     """Tiles of the split kernel for requests of `packed` rows."""
-    m = min(FEW_ROWS, max(16, power_of_two(packed)))
+    # Numbers of 8 bits are widened in registers, which taller tiles do not leave.
+    tallest = 64 if shape.stored == 1 and target.vendor == "cuda" else FEW_ROWS
+    m = min(tallest, max(16, power_of_two(packed)))
     units, pdl = _units(target), _has_pdl(target)
     if target.vendor == "cpu":
         return Split(m, 64, 4, 1, units)
