@@ -138,7 +138,8 @@ def _step(
             step.requests, -(-step.fresh // page) + 1, dtype=torch.int32, device=device
         )
         if isinstance(layer, ConvState):
-            sources = slots.new_empty(step.rows, layer.taps - 1)
+            # Valid before anything has run: an op of plain torch reads them while others compile.
+            sources = slots.new_full((step.rows, layer.taps - 1), -1)
             rows_of = slots.new_zeros(layer.cells, dtype=torch.int32)
             layer.ops.conv_sources(q_starts, kv_lens, pages, slots, page, rows_of, sources)
             found[layer.prefix] = ConvMetadata(slots, sources)
