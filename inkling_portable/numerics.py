@@ -20,6 +20,8 @@ class Tolerance:
     kind: str
     amount: float
     why: str
+    spread: float = 1
+    """Multiplies what float32 is granted, for ops whose kernels approximate a function."""
 
     def check(self, got: Tensor, baseline: Tensor, truth: Tensor) -> str | None:
         """None if `got` (any shape) is acceptable, else a sentence with the worst row.
@@ -61,7 +63,9 @@ class Tolerance:
         # Sums are float32. Where storage is no narrower than that, the baseline's error is a few
         # roundings, lucky ones perhaps, and another order of summation multiplies it.
         narrow = got.dtype.itemsize < 4
-        factor, steps = (self.amount, 1) if narrow else (max(5, self.amount), 4)
+        factor, steps = self.amount, 1.0
+        if not narrow:
+            factor, steps = max(5, self.amount) * self.spread, 4 * self.spread
         if self.kind == "ulps":
             allowed = self.amount * step
         else:
@@ -110,18 +114,25 @@ def ulps(count: float, why: str) -> Tolerance:
     return Tolerance("ulps", count, why)
 
 
-def within_twice_baseline() -> Tolerance:
+def within_twice_baseline(approximates: str = "") -> Tolerance:
     """No worse than twice what the same maths costs in the serving dtype, plus a rounding step.
 
     The step covers rows in which the baseline happens to be exact: another summation order may
-    still move the stored value to its neighbour.
+    still move the stored value to its neighbour. `approximates` names a function that accelerators
+    approximate to two units in float32, which doubles what that dtype is granted.
     """
+    wide = (
+        f"ten times and eight steps, for {approximates}"
+        if approximates
+        else ("five times and four steps")
+    )
     return Tolerance(
         "twice",
         2,
         "twice the reference's own error in this dtype and a rounding step; in float32, where that "
-        "error is a few roundings that another order multiplies, five times and four steps; in "
+        f"error is a few roundings that another order multiplies, {wide}; in "
         "8-bit floats the reference's codes, of which one in sixteen may be its neighbour",
+        2 if approximates else 1,
     )
 
 

@@ -90,3 +90,14 @@ def test_seeded_draw_covers_its_ranges() -> None:
     draw = SeededDraw(0)
     assert {draw.integer(1, 3) for _ in range(50)} == {1, 2, 3}
     assert {draw.choice("ab") for _ in range(50)} == {"a", "b"}
+
+
+def test_an_approximated_function_doubles_what_float32_is_granted():
+    """And nothing else: bfloat16 keeps twice the baseline's error and one step."""
+    truth = torch.arange(9, 17, dtype=torch.float64).reshape(1, 8) / 8  # exact in both dtypes
+    plain = within_twice_baseline()
+    wide = within_twice_baseline(approximates="a function")
+    for dtype, steps in ((torch.float32, 6), (torch.bfloat16, 2)):
+        moved = (truth + steps * torch.finfo(dtype).eps * 2).to(dtype)
+        assert plain.check(moved, truth.to(dtype), truth) is not None
+        assert (wide.check(moved, truth.to(dtype), truth) is None) == (dtype == torch.float32)
