@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from scipy.stats import binomtest
 
+from benchmarks.nano import message
 from inkling_portable.commands import eval as command
 from inkling_portable.commands import eval_media
 from inkling_portable.commands import eval_tasks as tasks
+from inkling_portable.commands.eval_words import pieces
 from training.conversations import Transcript, batch, case_ids
 from training.tokenizer import encode, special_ids, vocabulary_size, write
 
@@ -45,6 +47,19 @@ def test_other_answers_are_wrong() -> None:
         assert not tasks.is_right(tasks.case("tool call", 0), as_answer({"tool_calls": [bent]}))
     thought = tasks.case("think", 0)
     assert not tasks.is_right(thought, as_answer(thought.wanted | {"reasoning": " "}))
+
+
+def test_answers_of_an_engine_are_read_like_those_of_a_server() -> None:
+    """What `benchmarks.nano` makes of the text that a right answer is generated as."""
+    names = {index: token for token, index in special_ids().items()}
+    words = {256 + i: piece for i, piece in enumerate(pieces())}
+    for case in CASES:
+        ids, start = case_ids(case)
+        text = "".join(names.get(i) or words.get(i) or chr(i) for i in ids[start:])
+        assert tasks.is_right(case, message(text)), text
+        assert not tasks.is_right(case, message(text.replace("<|content_", "<|unused_")))
+    broken = message('get<|content_invoke_tool_json|>{"name":<|end_message|>')
+    assert broken["tool_calls"] == [{"function": {"name": "", "arguments": '{"name":'}}]
 
 
 def test_distances_are_what_the_rows_say() -> None:
