@@ -1,14 +1,16 @@
 """Time the routed experts from route output to combined output, on one GPU, from a cold cache.
 
     python -m benchmarks.experts [--models large-tp8,large-tp4,small-tp1,small-tp2]
-        [--formats nvfp4,mxfp4,fp8,bf16] [--tokens 1,4,16] [--kernels] [--no-check] [--out FILE]
-    python -m benchmarks.experts --sweep --seconds 300 [--models ...] [--tokens ...]
+        [--formats nvfp4,mxfp4,fp8,bf16] [--tokens 1,4,16] [--peers] [--kernels] [--no-check]
+        [--tune] [--proxy] [--out FILE]
 
 Each call routes its tokens to other experts (spread routing), so that weights come from memory.
 Every timed shape is first held to its contract: the dequantised experts one by one, in float64.
 The floor is the bytes of the chosen experts at the chip's bandwidth, or the products at its matrix
-rate if that is more. `--kernels` adds the time of each kernel; `--sweep` tries launch settings,
-compiled beforehand in parallel, and prints the best ones.
+rate if that is more. `--peers` times vLLM's Humming and Marlin on the same weights and routing,
+`--kernels` adds the time of each kernel, `--tune` tries launch settings of the CUDA kernels first
+and reports with the best ones, `--proxy` instead runs the MI300X settings here against what vLLM
+does on that chip.
 """
 
 from __future__ import annotations
@@ -16,11 +18,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,9 @@ from torch import Tensor
 
 from benchmarks.timing import environment, median_us
 from inkling_portable.agreement import disagreements
-from inkling_portable.backends.triton import routed_experts as module
-from inkling_portable.backends.triton.routed_experts_tuning import Rows, Tiling
+from inkling_portable.backends.cuda import routed_experts_mma
+from inkling_portable.backends.triton import routed_experts as triton_experts
+from inkling_portable.backends.triton._common import launching_for
 from inkling_portable.registry import contract
 from inkling_portable.target import Target
 
@@ -119,39 +119,56 @@ def calls_for(tokens: int) -> int:
     return 40 if tokens <= 2 else 12 if tokens <= 64 else 4 if tokens <= 1024 else 2
 
 
-def measure(model: str, form: str, tokens: int, weights: dict[str, Any], check: bool,
-            kernels: bool) -> dict[str, Any]:  # fmt: skip
+Provider = Callable[..., Tensor]
+
+
+def providers(form: str) -> dict[str, Provider]:
+    """Ours, by name."""
+    found: dict[str, Provider] = {}
+    if form in ("nvfp4", "mxfp4") and torch.cuda.get_device_capability() >= (9, 0):
+        found["mma"] = routed_experts_mma.routed_experts
+    return {**found, "triton": triton_experts.routed_experts}
+
+
+def measure(model: str, form: str, tokens: int, weights: dict[str, Any], peers: dict[str, Any],
+            check: bool, kernels: bool) -> dict[str, Any]:  # fmt: skip
     """One row of the table."""
     hidden, width = MODELS[model]
     sets = tokens_of(hidden, tokens, calls_for(tokens))
     if tokens > 1:
         sets = realistic(sets)
     faults: list[str] = []
-    if check:
-        faults = disagreements(contract("routed_experts"), module.routed_experts,
-                               {**weights, **sets[0]})  # fmt: skip
-    calls = [lambda one=one: module.routed_experts(**weights, **one) for one in sets]
-    calls[0]()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    calls[-1]()
-    temporary = torch.cuda.max_memory_allocated() - before
+    runs: dict[str, list[Callable[[], Tensor]]] = {}
+    for name, provider in providers(form).items():
+        if check:
+            faults += disagreements(contract("routed_experts"), provider, {**weights, **sets[0]})
+        runs[name] = [lambda one=one, run=provider: run(**weights, **one) for one in sets]
+    for name, peer in peers.items():
+        runs[name] = [lambda one=one, run=peer: run(one) for one in sets]
+    times, temporary = {}, {}
+    for name, calls in runs.items():
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        calls[-1]()
+        temporary[name] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 2)
+        times[name] = round(median_us(calls), 2)
     bandwidth = Target.detect().bandwidth_gbs or 4800
     floors = [floor_us(model, weights, one["ids"], bandwidth) for one in sets]
     row: dict[str, Any] = {
-        "model": model, "hidden": hidden, "width": width, "format": form, "tokens": tokens,
-        "distinct": sum(len(one["ids"].unique()) for one in sets) / len(sets),
-        "floor_us": sum(floors) / len(floors), "us": {"triton": median_us(calls)},
-        "temporary_mb": temporary / 2**20,
+        "op": "routed_experts", "model": model, "hidden": hidden, "width": width, "format": form,
+        "tokens": tokens, "distinct": sum(len(one["ids"].unique()) for one in sets) / len(sets),
+        "floor_us": round(sum(floors) / len(floors), 2), "us": times, "temporary_mb": temporary,
         "contract": faults or ("holds" if check else "unchecked"),
     }  # fmt: skip
     if kernels:
-        row["kernels_us"] = by_kernel(calls)
+        row["kernels_us"] = {name: by_kernel(calls) for name, calls in runs.items()}
     return row
 
 
-def by_kernel(calls: Sequence[Callable[..., Any]]) -> dict[str, float]:
+def by_kernel(calls: Sequence[Callable[[], Any]]) -> dict[str, float]:
     """Mean device time of one call by kernel name."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -163,137 +180,32 @@ def by_kernel(calls: Sequence[Callable[..., Any]]) -> dict[str, float]:
             for e in found.key_averages() if e.self_device_time_total}  # fmt: skip
 
 
-# --- launch settings -----------------------------------------------------------------------------
+def proxy(model: str, tokens_list: list[int]) -> list[dict[str, Any]]:
+    """MXFP4 by Triton as an MI300X would launch it, and by unpacking all experts, on this GPU."""
+    from benchmarks.experts_peers import whole_stack
 
-
-def tile_choices(form: str, width: int, up: bool) -> Iterator[Tiling]:
-    """Settings worth trying for one product."""
-    for wide, deep, warps, stages in itertools.product(
-        (32, 64, 128), (64, 128, 256), (2, 4, 8), (2, 3, 4, 5)
-    ):
-        if wide * deep > 128 * 128 or wide // 16 < warps // 2 or (wide == 32 and warps > 4):
-            continue
-        if not up and width % deep:
-            continue
-        if stages == 2 and deep < 256:
-            continue
-        yield Tiling(wide, deep, warps, stages)
-
-
-def row_choices(up: bool) -> Iterator[Rows]:
-    """Settings worth trying for one product without tensor cores: a word for each lane."""
-    if up:
-        yield from (Rows(e, 32 * w, w) for e in (2, 4, 8, 16) for w in (1, 2, 4))
-    else:
-        yield from (Rows(e, 32 * w, w) for e in (2, 4, 8) for w in (1, 2))
-        yield from (Rows(e, 32, 4) for e in (8, 16))
-
-
-def trials_of(form: str, width: int, tokens: int) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(group, replaced functions, description): within a group the fastest is wanted."""
-    four = form in ("nvfp4", "mxfp4")
-    for up, name in ((True, "w13"), (False, "w2")):
-        if four and tokens <= 4:
-            for rows in row_choices(up):
-                functions = {"gemv_rows": patched(0, up, rows, module.gemv_rows), "GEMV_TO": tokens}
-                yield f"rows {name}", functions, str(rows)
-        if not four or tokens > 1:
-            for tiles in tile_choices(form, width, up):
-                functions = {"tiling": patched(1, up, tiles, module.tiling), "GEMV_TO": 0}
-                yield f"tiles {name}", functions, str(tiles)
-
-
-@contextmanager
-def chosen(**functions: Any) -> Iterator[None]:
-    """Replace the launcher's tuning functions."""
-    kept = {name: getattr(module, name) for name in functions}
-    for name, value in functions.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(module, name, value)
-
-
-def patched(place: int, up: bool, choice: Any, base: Callable[..., Any]) -> Callable[..., Any]:
-    """A tuning function whose answer for one product, told by argument `place`, is replaced."""
-    return lambda *asked: choice if asked[place] == up else base(*asked)
-
-
-def _compile(work: Any) -> str:
-    from ci.cross_compile import compile_job
-
-    try:
-        compile_job(work)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def precompile(trials: list[tuple[str, str, int, dict[str, Any]]]) -> None:
-    """Fill Triton's cache for all trials, in as many processes as there are cores."""
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
-    from ci.cross_compile import job, recorded
-
-    arch = Target.detect().arch
-    work: dict[Any, Any] = {}
-    for model, form, tokens, functions in trials:
-        with chosen(**functions), recorded() as launches:
-            module.routed_experts(**weights_of(model, form, "meta"),
-                                  **tokens_of(MODELS[model][0], tokens, 1, "meta")[0])  # fmt: skip
-        for launch in launches:
-            work[job(launch, arch)] = None
-    started = time.perf_counter()
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1),
-                             mp_context=get_context("spawn")) as pool:  # fmt: skip
-        failed = [r for r in pool.map(_compile, work) if r]
-    print(f"{len(work)} kernels compiled in {time.perf_counter() - started:.0f} s, "
-          f"{len(failed)} failed", flush=True)  # fmt: skip
-
-
-def sweep(models: list[str], forms: list[str], tokens_list: list[int], seconds: float
-          ) -> list[dict[str, Any]]:  # fmt: skip
-    """Best settings of each product for each shape, one product after the other."""
-    deadline = time.perf_counter() + seconds
-    shapes = list(itertools.product(models, forms, tokens_list))
-    precompile([(model, form, tokens, functions) for model, form, tokens in shapes
-                for _, functions, _ in trials_of(form, MODELS[model][1], tokens)])  # fmt: skip
-    results = []
-    weights: dict[str, Any] = {}
-    key = None
-    for number, (model, form, tokens) in enumerate(shapes):
-        if key != (model, form):
-            weights, key = {}, (model, form)
-            weights = weights_of(model, form)
-        sets = tokens_of(MODELS[model][0], tokens, calls_for(tokens))
-        sets = realistic(sets) if tokens > 1 else sets
-        calls = [lambda one=one, w=weights: module.routed_experts(**w, **one) for one in sets]
-        calls[0]()
-        default = median_us(calls, 5)
-        share = time.perf_counter() + (deadline - time.perf_counter()) / (len(shapes) - number)
-        groups: dict[str, list[tuple[float, str]]] = {}
-        trials = list(trials_of(form, MODELS[model][1], tokens))
-        # Interleaved, so that a deadline leaves some of every group.
-        for i in torch.randperm(len(trials)).tolist():
-            group, functions, name = trials[i]
-            if time.perf_counter() > share:
-                break
-            with chosen(**functions):
-                try:
-                    calls[0]()
-                    groups.setdefault(group, []).append((median_us(calls, 5), name))
-                except Exception as error:
-                    print(f"  {name}: {type(error).__name__}", file=sys.stderr)
-        for group, table in sorted(groups.items()):
-            table.sort()
-            results.append({"model": model, "format": form, "tokens": tokens, "group": group,
-                            "tried": len(table), "default_us": default,
-                            "best": table[:6]})  # fmt: skip
-            print(json.dumps(results[-1]), flush=True)
+    weights, results = weights_of(model, "mxfp4"), []
+    peer = whole_stack(weights)
+    for tokens in tokens_list:
+        sets = realistic(tokens_of(MODELS[model][0], tokens, calls_for(tokens)))
+        with launching_for(Target.parse("mi300x")):
+            ours = [lambda one=one: triton_experts.routed_experts(**weights, **one) for one in sets]
+            got = ours[0]()
+            mine = median_us(ours)
+        theirs = [lambda one=one: peer(one) for one in sets[:4]]
+        difference = (got.float() - theirs[0]().float()).norm() / got.float().norm()
+        times = {"triton, MI300X settings": mine, "whole stack": median_us(theirs, 5, 4)}
+        results.append({"model": model, "format": "mxfp4", "tokens": tokens, "us": times,
+                        "difference": difference.item()})  # fmt: skip
+        print(json.dumps(results[-1]), flush=True)
     return results
+
+
+def write(path: Path | None, results: list[dict[str, Any]]) -> None:
+    """After every row, so that a run that is cut short leaves what it has."""
+    if path:
+        report = {"environment": environment(), "cold": True, "results": results}
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main() -> None:
@@ -301,34 +213,41 @@ def main() -> None:
     parser.add_argument("--models", default="large-tp8")
     parser.add_argument("--formats", default="nvfp4")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--proxy", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     models, forms = asked.models.split(","), asked.formats.split(",")
     tokens_list = [int(n) for n in asked.tokens.split(",")]
     started, results = time.perf_counter(), []
     torch.manual_seed(0)
-    if asked.sweep:
-        results = sweep(models, forms, tokens_list, asked.seconds)
-    else:
-        precompile([(m, f, n, {}) for m, f, n in itertools.product(models, forms, tokens_list)])
-        for model, form in itertools.product(models, forms):
-            weights = weights_of(model, form)
-            for tokens in tokens_list:
-                row = measure(model, form, tokens, weights, not asked.no_check, asked.kernels)
-                results.append(row)
-                times = "  ".join(f"{k} {v:.1f}" for k, v in row["us"].items())
-                print(f"{model} {form} {tokens} tokens: {times} us  floor {row['floor_us']:.1f}  "
-                      f"distinct {row['distinct']:.0f}  temporary {row['temporary_mb']:.0f} MB  "
-                      f"{row['contract']}  {row.get('kernels_us', '')}", flush=True)  # fmt: skip
-            del weights
-    if asked.out:
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        record = {"environment": environment(), "cold": True, "results": results}
-        asked.out.write_text(json.dumps(record, indent=1) + "\n")
+    if asked.proxy:
+        results = [row for model in models for row in proxy(model, tokens_list)]
+        write(asked.out, results)
+        models = []
+    for model, form in itertools.product(models, forms):
+        weights, peers = weights_of(model, form), {}
+        if asked.peers:
+            from benchmarks.experts_peers import peers as vllm
+
+            peers = vllm(MODELS[model][0], weights, TOP_K)
+        for tokens in tokens_list:
+            settings = {}
+            if asked.tune and "mma" in providers(form):
+                from benchmarks.experts_tune import tune
+
+                settings = tune(model, weights, tokens)
+            row = measure(model, form, tokens, weights, peers, not asked.no_check, asked.kernels)
+            results.append(row | ({"settings": settings} if settings else {}))
+            write(asked.out, results)
+            times = "  ".join(f"{k} {v:.1f}" for k, v in row["us"].items())
+            print(f"{model} {form} {tokens} tokens: {times} us  floor {row['floor_us']:.1f}  "
+                  f"distinct {row['distinct']:.0f}  {row['contract']}  {settings or ''}  "
+                  f"{row.get('kernels_us', '')}", flush=True)  # fmt: skip
+        del weights, peers
     print(f"{time.perf_counter() - started:.0f} s")
 
 

@@ -21,7 +21,10 @@ from inkling_portable.registry import TABLES, table
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TARGET = ROOT / "inkling_portable" / "backends" / "evidence.py"
-ENGINE = ("vllm", "fa4 x1")  # what vLLM runs as shipped, under its names in the results
+# What vLLM runs as shipped, under its names in the results; of several, the best for each shape.
+ENGINE = ("vllm", "fa4 x1", "humming", "marlin")
+# Our providers under theirs.
+OURS = {"ours": "triton", "triton": "triton", "mma": "mma"}
 WAVERING = 1.02
 SPECIAL = ("gluon", "fa4")  # rows of ours for some calls only
 HEAD = (
@@ -30,16 +33,16 @@ HEAD = (
 )
 
 
-def timings(report: dict[str, Any]) -> Iterator[tuple[str, bool, float, float | None]]:
-    """(op, obeyed its contract, our time, the engine's time or None) of every timed shape."""
+def timings(report: dict[str, Any]) -> Iterator[tuple[str, str, bool, float, float | None]]:
+    """(op, provider, obeyed its contract, our time, the engine's or None) of every timed shape."""
     for row in report["results"]:
         times = row["us"]
-        ours = times.get("ours", times.get("triton"))
-        if ours is None:
-            continue
-        right = row.get("right", row.get("contract") == "holds")
+        op = row.get("op", report.get("op", "rel_attention"))
+        right = bool(row.get("right", row.get("contract") == "holds"))
         engine = min((times[name] for name in ENGINE if name in times), default=None)
-        yield row.get("op", report.get("op", "rel_attention")), bool(right), ours, engine
+        for name, provider in OURS.items():
+            if name in times:
+                yield op, provider, right, times[name], engine
 
 
 def special(report: dict[str, Any]) -> Iterator[tuple[str, str, bool, float]]:
@@ -61,23 +64,23 @@ def engine_has(op: str) -> bool:
 
 def evidence() -> dict[tuple[str, str], tuple[str, ...]]:
     """(op, provider) -> chips as `Target.key` writes them."""
-    seen: dict[tuple[str, str], list[tuple[bool, float | None]]] = {}
+    seen: dict[tuple[str, str, str], list[tuple[bool, float | None]]] = {}
     partial: dict[tuple[str, str, str], list[tuple[bool, float]]] = {}
     for path in sorted(RESULTS.glob("*.json")):
         report = json.loads(path.read_text())
         machine = report.get("machine") or report["environment"]
         chip = machine["target"].split("+")[0]
-        for op, right, ours, engine in timings(report):
+        for op, provider, right, ours, engine in timings(report):
             ratio = None if engine is None else math.log(ours / engine)
-            seen.setdefault((op, chip), []).append((right, ratio))
+            seen.setdefault((op, provider, chip), []).append((right, ratio))
         for op, provider, right, times in special(report):
             partial.setdefault((op, provider, chip), []).append((right, math.log(times)))
     found: dict[tuple[str, str], list[str]] = {}
-    for (op, chip), rows in sorted(seen.items()):
+    for (op, provider, chip), rows in sorted(seen.items()):
         ratios = [ratio for _, ratio in rows if ratio is not None]
         compared = bool(ratios) or not engine_has(op)
         if compared and all(right for right, _ in rows) and sum(ratios) <= 0:
-            found.setdefault((op, "triton"), []).append(chip)
+            found.setdefault((op, provider), []).append(chip)
     for (op, provider, chip), measured in sorted(partial.items()):
         if all(right for right, _ in measured) and sum(ratio for _, ratio in measured) <= 0:
             found.setdefault((op, provider), []).append(chip)

@@ -18,7 +18,7 @@
 #define SHARED static
 
 typedef uint32_t u32;
-struct alignas(16) uint4 { u32 x, y, z, w; };
+struct uint4 { u32 x, y, z, w; };
 struct Index { int x, y, z; };
 static Index threadIdx, blockIdx, gridDim;
 
@@ -77,7 +77,9 @@ static void run(int blocks_x, int blocks_y, int threads, void (*kernel)()) {
         }
         for (int left = threads; left;) {
             left = 0;
-            for (int i = 0; i < threads; i++) {
+            for (int turn = 0; turn < threads; turn++) {
+                // Forwards in one block and backwards in the next: no order may matter.
+                const int i = b % 2 ? threads - 1 - turn : turn;
                 if (done[i]) continue;
                 current = i;
                 threadIdx = {i, 0, 0};
@@ -91,18 +93,14 @@ static void run(int blocks_x, int blocks_y, int threads, void (*kernel)()) {
 
 static void meet_warp() { fibers::warps[threadIdx.x / 32].meet(32); }
 DEVICE void barrier() { fibers::block.meet(fibers::count); }
-DEVICE void warp_barrier() { meet_warp(); }
-static uint4 dynamic_shared[227 << 6];
 
-// Copies run at once, which is one of the orders that a chip may take.
-DEVICE void copy_once(void* to, const void* from) {
-    if (((uintptr_t)from | (uintptr_t)to) % 16) __builtin_trap();
-    memcpy(to, from, 16);
+DEVICE uint4 load_once(const void* p) {
+    if ((uintptr_t)p % 16) __builtin_trap();
+    uint4 v;
+    memcpy(&v, p, 16);
+    return v;
 }
-DEVICE void copy_again(void* to, const void* from) { copy_once(to, from); }
-DEVICE void end_group() {}
-template <int N>
-static void wait_for_groups() {}
+DEVICE uint4 load_row(const void* p) { return load_once(p); }
 DEVICE u32 load_u16(const void* p) {
     if ((uintptr_t)p % 2) __builtin_trap();
     return *(const uint16_t*)p;
@@ -169,13 +167,16 @@ DEVICE void multiply_tiles(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
 }
 
 static int held_ints[fibers::MOST];
-DEVICE int from_lane(int x, int lane) {
+DEVICE u32 lanes_with(int x) {
     held_ints[threadIdx.x] = x;
     meet_warp();
-    const int found = held_ints[(threadIdx.x & ~31) + lane];
+    u32 same = 0;
+    for (int i = 0; i < 32; i++) same |= (u32)(held_ints[(threadIdx.x & ~31) + i] == x) << i;
     meet_warp();
-    return found;
+    return same;
 }
+DEVICE int ones(u32 x) { return __builtin_popcount(x); }
+DEVICE void warp_barrier() { meet_warp(); }
 DEVICE int sum_up_to(int x, int lane) {
     held_ints[threadIdx.x] = x;
     meet_warp();

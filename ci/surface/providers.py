@@ -1,4 +1,4 @@
-"""Signatures of other libraries that rows call and that cannot run here: AITER's and FlashInfer's.
+"""Signatures of other libraries that rows call and that cannot run here: AITER's.
 
     python -m ci.surface.providers LIBRARY VERSION PATH [LIBRARY VERSION PATH ...]
 
@@ -25,7 +25,6 @@ NAMES = {
         "aiter.ops.triton.moe.moe_routing.routing:ExptData",
         "aiter.ops.triton.moe.moe_routing.routing:RoutingData",
     ),
-    "flashinfer-python": ("flashinfer.fused_moe.core:cutlass_fused_moe",),
 }
 
 

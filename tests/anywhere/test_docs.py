@@ -56,6 +56,11 @@ def test_evidence_needs_right_results_and_no_loss(
     assert module.dependent_launch() == ()
     # The engine has experts of its own, so a time without theirs beside it says nothing.
     assert report({**alone, "op": "routed_experts"}) == {}
+    # Of two of the engine's, the better one counts; each provider of ours stands for itself.
+    both = {"op": "routed_experts", "contract": "holds",
+            "us": {"mma": 2.0, "triton": 5.0, "humming": 3.0, "marlin": 9.0}}  # fmt: skip
+    assert report(both) == {("routed_experts", "mma"): ("cuda:sm90/132",)}
+    assert report({**both, "us": {"mma": 4.0, "humming": 3.0, "marlin": 9.0}}) == {}
 
 
 def test_performance_pages_are_current() -> None:

@@ -44,9 +44,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., HostKernel]
     folder = tmp_path_factory.mktemp("kernels")
 
     @cache
-    def built(path: Path, name: str, macros: tuple[tuple[str, int], ...], shared: int,
-              device: int | None) -> HostKernel:  # fmt: skip
-        assert shared < 227 << 10
+    def built(path: Path, name: str, macros: tuple[tuple[str, int], ...], device: int | None
+              ) -> HostKernel:  # fmt: skip
         library = folder / f"{abs(hash((name, macros)))}.so"
         defines = [f"-D{k}={v}" for k, v in macros]
         defines += ["-DON_HOST", f"-DNAME={name}", f'-DSOURCE="{path}"']
@@ -68,25 +67,39 @@ def provider(build: Callable[..., HostKernel], monkeypatch: pytest.MonkeyPatch
     return function
 
 
-@pytest.mark.parametrize(("form", "rows", "hidden", "inner", "by_token_to", "at_once"), [
-    ("nvfp4", 1, 1024, 256, 16, 2),  # warps share k; two launches
-    ("nvfp4", 3, 256, 128, 0, 4),  # three launches
-    ("mxfp4", 20, 128, 256, 0, 8),  # more tokens of an expert than one group holds
-    ("mxfp4", 2, 128, 384, 16, 8),
-    ("nvfp4", 30, 256, 128, 0, 16),
-    ("nvfp4", 301, 128, 128, 0, 0),  # sorted beforehand, an odd number of chunks
-    ("mxfp4", 400, 256, 128, 0, 0),
+@pytest.mark.parametrize(("form", "rows", "hidden", "inner", "by_token_to", "few"), [
+    ("nvfp4", 1, 1024, 256, 16, 128),  # warps share k; two launches
+    ("nvfp4", 3, 256, 128, 0, 128),  # three launches
+    ("mxfp4", 40, 128, 256, 0, 128),  # more tokens of an expert than one tile holds
+    ("mxfp4", 2, 128, 384, 16, 128),
+    ("nvfp4", 31, 128, 384, 0, 0),  # sorted beforehand, an odd number of chunks
+    ("mxfp4", 60, 256, 128, 0, 0),
 ])  # fmt: skip
 def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, form: str,
-                  rows: int, hidden: int, inner: int, by_token_to: int, at_once: int
+                  rows: int, hidden: int, inner: int, by_token_to: int, few: int
                   ) -> None:  # fmt: skip
     """Every path, with foreign ids, gate and up rows in turn or as two halves."""
     monkeypatch.setattr(module, "BY_TOKEN_TO", by_token_to)
-    monkeypatch.setattr(module, "tokens_at_once", lambda tokens: at_once)
+    monkeypatch.setattr(module, "FEW", few)
     arguments = case(form, rows, 6, 3, hidden, inner, seed=rows)
     arguments["ids"][0] = torch.tensor([-1, 6, 2])
     arguments["interleaved"] = rows % 2 == 1
     assert not disagreements(OP, provider, arguments)
+
+
+def test_settings_of_every_size(
+    provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups of tokens at a time, tiles of two by two warps: what larger steps are given."""
+    arguments = case("nvfp4", 30, 6, 3, 1024, 128)
+    for large in (100, 1024, 4096):
+        up, down, many = (getattr(module, n) for n in ("up_tiles", "down_tiles", "many_tiles"))
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "FEW", 128 if large == 100 else 0)
+            patch.setattr(module, "up_tiles", lambda _, inner, n=large, f=up: f(n, inner))
+            patch.setattr(module, "down_tiles", lambda _, inner, n=large, f=down: f(n, inner))
+            patch.setattr(module, "many_tiles", lambda _, is_up, n=large, f=many: f(n, is_up))
+            assert not disagreements(OP, provider, arguments)
 
 
 def test_row_gains_and_all_tokens_on_the_same_experts(

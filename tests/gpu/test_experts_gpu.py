@@ -1,22 +1,32 @@
-"""Routed experts of the Triton tier on this machine's GPU: contract, guards, graph replay."""
+"""Routed experts of ours on this machine's GPU: contract, guards, graph replay."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from benchmarks.experts import FORMATS, MODELS, realistic, tokens_of, weights_of
 from inkling_portable.agreement import convert, disagreements, run
-from inkling_portable.backends.triton import OFFERS
+from inkling_portable.backends import cuda, triton
 from inkling_portable.inputs import SeededDraw
-from inkling_portable.registry import contract
+from inkling_portable.registry import Facts, contract
+from inkling_portable.target import Target
 from tests.guards import broken_guards, guarded
 
+Provider = Callable[..., torch.Tensor]
 OP = contract("routed_experts")
-routed_experts = next(
-    row for row in OFFERS if row.op == "routed_experts" and row.provider == "triton"
-).load()
+TARGET, FACTS = Target.detect(), Facts(weights="nvfp4")
+ROWS = [row for row in (*triton.OFFERS, *cuda.OFFERS)
+        if row.op == "routed_experts" and row.refusal(TARGET, FACTS) is None]  # fmt: skip
 
 
-def test_contract_on_drawn_inputs() -> None:
+@pytest.fixture(params=ROWS, ids=[row.provider for row in ROWS])
+def routed_experts(request: pytest.FixtureRequest) -> Provider:
+    found: Provider = request.param.load()
+    return found
+
+
+def test_contract_on_drawn_inputs(routed_experts: Provider) -> None:
     """Small odd shapes, all formats, float32 and bfloat16."""
     for seed in range(80):
         drawn = OP.inputs(SeededDraw(seed))
@@ -25,7 +35,7 @@ def test_contract_on_drawn_inputs() -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("model", ["large-tp8", "small-tp2"])
-def test_contract_on_served_shapes(form: str, model: str) -> None:
+def test_contract_on_served_shapes(routed_experts: Provider, form: str, model: str) -> None:
     torch.manual_seed(0)
     weights = weights_of(model, form)
     for tokens in (1, 3, 16, 40, 300):
@@ -33,7 +43,7 @@ def test_contract_on_served_shapes(form: str, model: str) -> None:
         assert not disagreements(OP, routed_experts, {**weights, **one}), tokens
 
 
-def test_extreme_routing_on_served_shapes() -> None:
+def test_extreme_routing_on_served_shapes(routed_experts: Provider) -> None:
     """All tokens on the same experts, and experts held by other ranks."""
     torch.manual_seed(1)
     weights = weights_of("large-tp8", "nvfp4")
@@ -46,7 +56,7 @@ def test_extreme_routing_on_served_shapes() -> None:
         assert not disagreements(OP, routed_experts, {**weights, **one}), tokens
 
 
-def test_nothing_outside_the_arguments_is_touched() -> None:
+def test_nothing_outside_the_arguments_is_touched(routed_experts: Provider) -> None:
     for seed in range(20):
         drawn = {k: convert(v, device="cuda") for k, v in OP.inputs(SeededDraw(900 + seed)).items()}
         plain = run(routed_experts, OP, drawn)[0]
@@ -59,7 +69,7 @@ def test_nothing_outside_the_arguments_is_touched() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_graph_replay_equals_eager_and_runs_repeat(form: str) -> None:
+def test_graph_replay_equals_eager_and_runs_repeat(routed_experts: Provider, form: str) -> None:
     """Bit for bit, with other tokens between capture and replay, and run after run."""
     torch.manual_seed(2)
     weights = weights_of("large-tp8", form)

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -114,8 +113,8 @@ def packed(args: Sequence[Tensor | int | None], wide: int
 class Kernel:
     """One loaded kernel of one device."""
 
-    def __init__(self, function: ctypes.c_void_p, shared: int) -> None:
-        self._function, self._shared = function, shared
+    def __init__(self, function: ctypes.c_void_p) -> None:
+        self._function = function
 
     def launch(self, grid: tuple[int, int], threads: int, args: Sequence[Tensor | int | None],
                wide: int, dependent: bool) -> None:  # fmt: skip
@@ -126,7 +125,7 @@ class Kernel:
         """
         _values, pointers = packed(args, wide)
         config = _Config(
-            *grid, 1, threads, 1, 1, self._shared, torch.cuda.current_stream().cuda_stream,
+            *grid, 1, threads, 1, 1, 0, torch.cuda.current_stream().cuda_stream,
             ctypes.pointer(_dependent), int(dependent),
         )  # fmt: skip
         status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
@@ -134,12 +133,8 @@ class Kernel:
 
 
 @cache
-def kernel(path: Path, name: str, macros: tuple[tuple[str, int], ...], shared: int, device: int
-           ) -> Kernel:  # fmt: skip
-    """Compile, load and keep kernel `name` of a source file for one device.
-
-    `shared` is the dynamic shared memory of a block, in bytes.
-    """
+def kernel(path: Path, name: str, macros: tuple[tuple[str, int], ...], device: int) -> Kernel:
+    """Compile, load and keep kernel `name` of a source file for one device."""
     major, minor = torch.cuda.get_device_capability(device)
     cubin = compile_source(path.read_text(), macros, f"sm_{major}{minor}")
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -148,6 +143,4 @@ def kernel(path: Path, name: str, macros: tuple[tuple[str, int], ...], shared: i
         _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {path.name}")
     _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()),
            f"finding {name}")  # fmt: skip
-    _check(_driver().cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared),
-           f"giving {name} {shared} bytes of shared memory")  # fmt: skip
-    return Kernel(function, shared)
+    return Kernel(function)

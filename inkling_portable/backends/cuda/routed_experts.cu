@@ -14,8 +14,8 @@
 // product, of which INTERLEAVED is 1 if gate and up rows alternate, else HALF is the rows of each;
 // BY_TOKEN 1 for the second product token by token; WARPS_K warps that share k (BY_TOKEN: TOP_K, one
 // for each slot), WARPS_M that share rows, TILES of 16 rows for a warp, NT groups of 8 tokens at a
-// time, of which TOKENS are used, STAGES chunks in the ring, LISTED pairs at most, RESIDENT blocks of
-// an SM at least. MANY 1 selects the kernel for many tokens, with WARPS_K 1.
+// time, AHEAD chunks of a step, LISTED pairs at most, RESIDENT blocks of an SM at least. MANY 1 selects
+// the kernel for many tokens, with WARPS_K and AHEAD 1.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -27,6 +27,13 @@ typedef long long i64;
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, RESIDENT)
 #define SHARED __shared__
 
+// Read-only data that is used once: past the L1, so that activations stay there.
+DEVICE uint4 load_once(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
 DEVICE u32 load_u16(const void* p) {
     u16 v;
     asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p));
@@ -37,6 +44,7 @@ DEVICE u32 load_u8(const void* p) {
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+DEVICE uint4 load_row(const void* p) { return *(const uint4*)p; }
 DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 DEVICE u32 multiply_pairs(u32 a, u32 b) {
     u32 d;
@@ -69,24 +77,11 @@ DEVICE int sum_up_to(int x, int lane) {
     }
     return x;
 }
-DEVICE int from_lane(int x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
+DEVICE u32 lanes_with(int x) { return __match_any_sync(0xFFFFFFFFu, x); }
+DEVICE int ones(u32 x) { return __popc(x); }
+DEVICE void warp_barrier() { __syncwarp(); }
 DEVICE int add_shared(int* p, int x) { return atomicAdd(p, x); }
 DEVICE void barrier() { __syncthreads(); }
-DEVICE void warp_barrier() { __syncwarp(); }
-extern __shared__ uint4 dynamic_shared[];
-// Sixteen bytes to shared memory behind the caller's back; a group ends with `end_group`, and
-// `wait_for_groups<N>` waits until at most N of this thread's groups are under way.
-DEVICE void copy_once(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
-                 :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
-}
-DEVICE void copy_again(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;"
-                 :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
-}
-DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-DEVICE void wait_for_groups() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 DEVICE u16 to_bf16(float x) {
     u32 v;
@@ -113,6 +108,12 @@ DEVICE u32 word_of(const uint4& words, int i) {
     return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
+// What a lane holds of one row and chunk: 32 codes and their scales.
+struct Codes {
+    uint4 words;
+    u32 scales;
+};
+
 // Scales of the first and the last 16 codes, each twice in a pair, times 2^SHIFT.
 DEVICE void decode_scales(u32 codes, u32& first, u32& second) {
     if (BLOCK == 16) {
@@ -134,6 +135,12 @@ DEVICE void decode(u32 word, u32 scale, u32* pairs) {
     pairs[3] = multiply_pairs(((next & 0x00F000F0u) * 0x0104u) & 0x81C081C0u, scale);
 }
 
+// What a warp reads in one step: AHEAD chunks of TILES times sixteen rows, of which lane 4 g + q
+// has row g in `low` and row g + 8 in `high`.
+struct Step {
+    Codes low[TILES][AHEAD], high[TILES][AHEAD];
+};
+
 // Distances in rows: of a tile to the next one, and of a lane's two rows.
 #if UP && INTERLEAVED
 #define NEXT 16
@@ -146,24 +153,70 @@ DEVICE void decode(u32 word, u32 scale, u32* pairs) {
 #define OTHER 8
 #endif
 
+DEVICE Codes load_codes(const u8* row, const u8* scales, int chunk) {
+    Codes c;
+    c.words = load_once(row + chunk * (CHUNK / 2));
+    c.scales = BLOCK == 16 ? load_u16(scales + chunk * 8) : load_u8(scales + chunk * 4);
+    return c;
+}
+
+DEVICE void load_step(Step& step, const u8* row, const u8* scales) {
+#pragma unroll
+    for (int m = 0; m < TILES; m++)
+#pragma unroll
+        for (int c = 0; c < AHEAD; c++) {
+            step.low[m][c] = load_codes(row + m * NEXT * W_ROW, scales + m * NEXT * S_ROW, c);
+            step.high[m][c] = load_codes(row + (m * NEXT + OTHER) * (i64)W_ROW,
+                                         scales + (m * NEXT + OTHER) * (i64)S_ROW, c);
+        }
+}
+
 #if !MANY
-// Blocks stay and take one item after the other: some rows of an expert for up to TOKENS of its
-// tokens, or (BY_TOKEN) some rows of all experts of a token. An item is a chunk of columns after the
-// other. Chunks, of the same item or of the next ones, are on their way to a ring of STAGES places of
-// each warp in shared memory while one is computed: loads that wait for memory must not stand before
-// loads that are needed at once, which the L1 answers in order.
-#define CODE_BYTES (TILES * 1024)
-#define STAGE_BYTES (CODE_BYTES + TOKENS * 256)
+// Adds the step's rows times 8 NT tokens; x points at a lane's columns of each of its tokens.
+DEVICE void multiply_step(float (*sums)[NT][4], const Step& step, const u16* const* x) {
+#pragma unroll
+    for (int c = 0; c < AHEAD; c++) {
+        u32 low_scale[TILES][2], high_scale[TILES][2];
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            decode_scales(step.low[m][c].scales, low_scale[m][0], low_scale[m][1]);
+            decode_scales(step.high[m][c].scales, high_scale[m][0], high_scale[m][1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 a[TILES][4], b[TILES][4];
+#pragma unroll
+            for (int m = 0; m < TILES; m++) {
+                decode(word_of(step.low[m][c].words, i), low_scale[m][i / 2], a[m]);
+                decode(word_of(step.high[m][c].words, i), high_scale[m][i / 2], b[m]);
+            }
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const uint4 v = load_row(x[n] + c * CHUNK + i * 8);
+                const u32 x04 = permute(v.x, v.z, 0x5410), x15 = permute(v.x, v.z, 0x7632);
+                const u32 x26 = permute(v.y, v.w, 0x5410), x37 = permute(v.y, v.w, 0x7632);
+#pragma unroll
+                for (int m = 0; m < TILES; m++) {
+                    multiply_tiles(sums[m][n], a[m][0], b[m][0], a[m][1], b[m][1], x04, x15);
+                    multiply_tiles(sums[m][n], a[m][2], b[m][2], a[m][3], b[m][3], x26, x37);
+                }
+            }
+        }
+    }
+}
+
+// Blocks stay and take one item after the other: some rows of an expert for up to 8 NT of its
+// tokens, or (BY_TOKEN) some rows of all experts of a token. While a step is computed the next one,
+// of the same item or of the next, is on its way.
 KERNEL(THREADS)
 experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float* gains,
         const float* weights, void* out, int pairs, int experts, int slabs, int first_row,
         i64 x_stride, i64 w_expert, i64 s_expert, i64 g_expert, i64 g_row, i64 out_stride) {
-    const int CHUNKS = K / CHUNK / (BY_TOKEN ? 1 : WARPS_K);
+    const int STEPS = K / CHUNK / (BY_TOKEN ? 1 : WARPS_K) / AHEAD;
     SHARED int chosen[LISTED];
     SHARED float parts[2][WARPS_M][WARPS_K][TILES][4 * NT][32];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int share = warp % WARPS_K, group = warp / WARPS_K, g = lane >> 2, quarter = lane & 3;
-    u8* const ring = (u8*)dynamic_shared + warp * STAGES * STAGE_BYTES;
     // The second product waits later, before it reads what the first one wrote: its weights are on
     // their way by then.
     if (UP) wait_for_previous();
@@ -175,7 +228,7 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
     SHARED int starts[EXPERTS + 1], cursors[EXPERTS];
     SHARED int owners[LISTED];  // of each tile: its expert, and its number among the expert's * 2^16
     SHARED int found;
-    // Pairs by expert, and tiles of up to TOKENS pairs.
+    // Pairs by expert, and tiles of up to 8 NT pairs.
     for (int i = tid; i < EXPERTS; i += THREADS) cursors[i] = 0;
     barrier();
     for (int i = tid; i < pairs; i += THREADS) {
@@ -184,171 +237,81 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
     }
     barrier();
     if (warp == 0) {
-        int pairs_before = 0, tiles_before = 0;
-        for (int first = 0; first < EXPERTS; first += 32) {
-            const int expert = first + lane, count = expert < EXPERTS ? cursors[expert] : 0;
-            const int tiles = (count + TOKENS - 1) / TOKENS;
-            const int pairs_end = pairs_before + sum_up_to(count, lane);
-            const int tiles_end = tiles_before + sum_up_to(tiles, lane);
-            if (expert < EXPERTS) {
-                starts[expert] = pairs_end - count;
-                cursors[expert] = pairs_end - count;
-            }
-            for (int i = 0; i < tiles; i++) owners[tiles_end - tiles + i] = expert | i << 16;
-            pairs_before = from_lane(pairs_end, 31);
-            tiles_before = from_lane(tiles_end, 31);
+        // Each lane counts neighbouring experts; pairs in the low half, tiles in the high one.
+        const int EACH = (EXPERTS + 31) / 32;
+        int mine = 0;
+        for (int expert = lane * EACH; expert < (lane + 1) * EACH && expert < EXPERTS; expert++)
+            mine += cursors[expert] + ((cursors[expert] + 8 * NT - 1) / (8 * NT) << 16);
+        int before = sum_up_to(mine, lane) - mine;
+        for (int expert = lane * EACH; expert < (lane + 1) * EACH && expert < EXPERTS; expert++) {
+            const int count = cursors[expert], tiles = (count + 8 * NT - 1) / (8 * NT);
+            starts[expert] = cursors[expert] = before & 0xFFFF;
+            for (int i = 0; i < tiles; i++) owners[(before >> 16) + i] = expert | i << 16;
+            before += count + (tiles << 16);
         }
-        if (lane == 0) {
-            starts[EXPERTS] = pairs_before;
-            found = tiles_before;
+        if (lane == 31) {
+            starts[EXPERTS] = before & 0xFFFF;
+            found = before >> 16;
         }
-    }
-    barrier();
-    for (int i = tid; i < pairs; i += THREADS) {
-        const int expert = ids[i];
-        if (expert >= 0 && expert < experts) chosen[add_shared(&cursors[expert], 1)] = i;
+        warp_barrier();
+        // In the order of the pairs, so that all blocks cut an expert's tiles alike.
+        for (int first = 0; first < pairs; first += 32) {
+            const int pair = first + lane, expert = pair < pairs ? ids[pair] : -1;
+            const bool known = expert >= 0 && expert < experts;
+            const u32 same = lanes_with(known ? expert : -1);
+            const int rank = ones(same & ((1u << lane) - 1));
+            if (known) chosen[cursors[expert] + rank] = pair;
+            warp_barrier();
+            if (known && rank == 0) cursors[expert] += ones(same);
+            warp_barrier();
+        }
     }
     barrier();
     const int items = found * slabs;
 #endif
     let_next_start();
-    int item = blockIdx.x;
+
+    int item = blockIdx.x, step = 0, buffer = 0;
     if (item >= items) {
         if (!UP) wait_for_previous();
         return;
     }
-    // First pair of an item's tile in `chosen`, and the end of its tile.
-    auto tile_of = [&](int item, int& end) {
+    const u8 *row, *row_scales;
+    // The rows of an item that this lane reads, from its own columns on.
+    auto find_rows = [&](int item) {
+        const int slab = (item % slabs * WARPS_M + group) * TILES;
+        const int first = UP ? slab * 8 + g : first_row + slab * 16 + g;
+        const i64 place = UP && INTERLEAVED ? 2 * first : first;
 #if BY_TOKEN
-        end = item / slabs * TOP_K + share + 1;
-        return end - 1;
-#else
-        const int owner = owners[item / slabs], expert = owner & 0xFFFF;
-        const int first = starts[expert] + (owner >> 16) * TOKENS, last = starts[expert + 1];
-        end = last < first + TOKENS ? last : first + TOKENS;
-        return first;
-#endif
-    };
-
-    // Where loading stands: item, chunk, and this lane's columns of its rows and of its tokens.
-    struct Cursor {
-        int item, chunk;
-        const u8 *row, *scales;
-        const u16* x[NT];  // null: this lane brings no token
-    };
-    u32 scale_ring[STAGES][TILES][2];
-    auto find = [&](Cursor& at) {
-        const int slab = (at.item % slabs * WARPS_M + group) * TILES;
-        const int first_of = UP ? slab * 8 + g : first_row + slab * 16 + g;
-        const i64 place = UP && INTERLEAVED ? 2 * first_of : first_of;
-        int end;
-        const int first = tile_of(at.item, end);
-#if BY_TOKEN
-        const int asked = chosen[first], k = 0;
+        const int asked = chosen[item / slabs * TOP_K + share], k = 0;
         const i64 expert = asked >= 0 && asked < experts ? asked : 0;
 #else
-        const i64 expert = owners[at.item / slabs] & 0xFFFF;
-        const int k = share * CHUNKS * CHUNK;
+        const i64 expert = owners[item / slabs] & 0xFFFF;
+        const int k = share * STEPS * AHEAD * CHUNK;
 #endif
-        at.row = w + expert * w_expert + place * W_ROW + k / 2 + quarter * 16;
-        at.scales = scales + expert * s_expert + place * S_ROW + k / BLOCK + quarter * 32 / BLOCK;
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const int token = first + n * 8 + g;
-            const i64 pair = token < end ? BY_TOKEN ? token : chosen[token] : 0;
-            const u16* row = x + (UP ? pair / TOP_K : pair) * x_stride + k + quarter * 32;
-            at.x[n] = token < end ? row : nullptr;
-        }
+        row = w + expert * w_expert + place * W_ROW + k / 2 + quarter * 16;
+        row_scales = scales + expert * s_expert + place * S_ROW + k / BLOCK + quarter * 32 / BLOCK;
     };
-    auto load_weights = [&](const Cursor& at, int stage) {
-        if (at.item >= items) return;
-        u8* const to = ring + stage * STAGE_BYTES + lane * 16;
-#pragma unroll
-        for (int m = 0; m < TILES; m++)
-#pragma unroll
-            for (int high = 0; high < 2; high++) {
-                const i64 row = m * NEXT + high * OTHER;
-                copy_once(to + (2 * m + high) * 512, at.row + row * W_ROW);
-                const u8* from = at.scales + row * S_ROW;
-                scale_ring[stage][m][high] = BLOCK == 16 ? load_u16(from) : load_u8(from);
-            }
-    };
-    // A token's chunk lies in four parts of four lanes' sixteen bytes, turned by the token, so that
-    // lanes of different tokens read from different banks.
-    auto load_tokens = [&](const Cursor& at, int stage) {
-        if (at.item >= items) return;
-        u8* const to = ring + stage * STAGE_BYTES + CODE_BYTES + quarter * 16;
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-            if (at.x[n])
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    copy_again(to + (n * 8 + g) * 256 + (i + g & 3) * 64, at.x[n] + i * 8);
-    };
-    auto advance = [&](Cursor& at) {
-        if (at.item >= items) return;
-        if (++at.chunk < CHUNKS) {
-            at.row += CHUNK / 2;
-            at.scales += CHUNK / BLOCK;
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-                if (at.x[n]) at.x[n] += CHUNK;
-            return;
-        }
-        at.chunk = 0;
-        at.item += gridDim.x;
-        if (at.item < items) find(at);
-    };
-
+    const u16* rows_of_x[NT];
     float sums[TILES][NT][4];
-    u32 token_places[NT];
-    int chunk = 0, buffer = 0;
     auto start_item = [&] {
-        int end;
-        const int first = tile_of(item, end);
 #pragma unroll
         for (int n = 0; n < NT; n++) {
+#if BY_TOKEN
+            // One token: all eight columns of the right operand are the same.
+            const int pair = item / slabs * TOP_K + share, k = 0;
+#else
+            const int owner = owners[item / slabs], expert = owner & 0xFFFF;
+            const int first = starts[expert] + (owner >> 16) * 8 * NT, at = first + n * 8 + g;
             // Columns of no token repeat one that is there: no column touches another.
-            const int token = first + n * 8 + g < end ? n * 8 + g : 0;
-            token_places[n] = token * 256 + quarter * 16 + ((token & 3) << 16);
+            const int pair = chosen[at < starts[expert + 1] ? at : first];
+            const int k = share * STEPS * AHEAD * CHUNK;
+#endif
+            rows_of_x[n] = x + (UP ? pair / TOP_K : pair) * x_stride + k + quarter * 32;
 #pragma unroll
             for (int m = 0; m < TILES; m++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) sums[m][n][i] = 0;
-        }
-    };
-    auto multiply = [&](int stage) {
-        const u8* const from = ring + stage * STAGE_BYTES;
-        uint4 low[TILES], high[TILES];
-        u32 low_scale[TILES][2], high_scale[TILES][2];
-#pragma unroll
-        for (int m = 0; m < TILES; m++) {
-            low[m] = *(const uint4*)(from + 2 * m * 512 + lane * 16);
-            high[m] = *(const uint4*)(from + (2 * m + 1) * 512 + lane * 16);
-            decode_scales(scale_ring[stage][m][0], low_scale[m][0], low_scale[m][1]);
-            decode_scales(scale_ring[stage][m][1], high_scale[m][0], high_scale[m][1]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 a[TILES][4], b[TILES][4];
-#pragma unroll
-            for (int m = 0; m < TILES; m++) {
-                decode(word_of(low[m], i), low_scale[m][i / 2], a[m]);
-                decode(word_of(high[m], i), high_scale[m][i / 2], b[m]);
-            }
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                const u32 turned = i + (token_places[n] >> 16) & 3;
-                const uint4 v = *(const uint4*)(from + CODE_BYTES + (token_places[n] & 0xFFFF) +
-                                                turned * 64);
-                const u32 x04 = permute(v.x, v.z, 0x5410), x15 = permute(v.x, v.z, 0x7632);
-                const u32 x26 = permute(v.y, v.w, 0x5410), x37 = permute(v.y, v.w, 0x7632);
-#pragma unroll
-                for (int m = 0; m < TILES; m++) {
-                    multiply_tiles(sums[m][n], a[m][0], b[m][0], a[m][1], b[m][1], x04, x15);
-                    multiply_tiles(sums[m][n], a[m][2], b[m][2], a[m][3], b[m][3], x26, x37);
-                }
-            }
         }
     };
     // The sum over warps, always in the same order. Sums 0 and 2 of a lane are rows g and g + 8 of one
@@ -376,9 +339,8 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
             ((u16*)out)[token * out_stride + column] = to_bf16(total);
         }
 #else
-        const int expert = owners[item / slabs] & 0xFFFF;
-        int end;
-        const int first = tile_of(item, end);
+        const int owner = owners[item / slabs], expert = owner & 0xFFFF;
+        const int first = starts[expert] + (owner >> 16) * 8 * NT, end = starts[expert + 1];
         for (int j = tid; j < WARPS_M * TILES * NT * 64; j += THREADS) {
             const int from = j & 31, odd = j >> 5 & 1, n = (j >> 6) % NT, tile = (j >> 6) / NT;
             const int at = first + n * 8 + (from & 3) * 2 + odd;
@@ -410,224 +372,170 @@ experts(const u16* x, const int* ids, const u8* w, const u8* scales, const float
 #endif
         buffer ^= 1;
     };
-
-    Cursor weights_at, tokens_at;
-    weights_at.item = item;
-    weights_at.chunk = 0;
-    find(weights_at);
-    tokens_at = weights_at;
+    // Computes what is in `now` and asks for what follows; false after the last step.
+    auto advance = [&](const Step& now, Step& next) {
+        const bool last = step == STEPS - 1;
+        if (last) {
+            if (item + (int)gridDim.x < items) {
+                find_rows(item + gridDim.x);
+                load_step(next, row, row_scales);
+            }
+        } else {
+            row += AHEAD * (CHUNK / 2);
+            row_scales += AHEAD * (CHUNK / BLOCK);
+            load_step(next, row, row_scales);
+        }
+        multiply_step(sums, now, rows_of_x);
+        if (!last) {
+            step++;
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; stage++) {
-        load_weights(weights_at, stage);
-        advance(weights_at);
-    }
+            for (int n = 0; n < NT; n++) rows_of_x[n] += AHEAD * CHUNK;
+            return true;
+        }
+        finish_item();
+        item += gridDim.x;
+        step = 0;
+        if (item >= items) return false;
+        start_item();
+        return true;
+    };
+    Step one, two;
+    find_rows(item);
+    load_step(one, row, row_scales);
     if (!UP) wait_for_previous();
-#pragma unroll
-    for (int stage = 0; stage < STAGES - 1; stage++) {
-        load_tokens(tokens_at, stage);
-        end_group();
-        advance(tokens_at);
-    }
     start_item();
 #pragma unroll 1
-    while (true) {
-#pragma unroll
-        for (int stage = 0; stage < STAGES; stage++) {
-            wait_for_groups<STAGES - 2>();
-            // Others' tokens are visible, and nobody reads the place any more that is filled next.
-            warp_barrier();
-            const int free = (stage + STAGES - 1) % STAGES;
-            load_weights(tokens_at, free);
-            load_tokens(tokens_at, free);
-            end_group();
-            advance(tokens_at);
-            multiply(stage);
-            if (++chunk < CHUNKS) continue;
-            finish_item();
-            chunk = 0;
-            item += gridDim.x;
-            if (item >= items) return;
-            start_item();
-        }
+    while (advance(one, two) && advance(two, one)) {
     }
 }
 
 #else
-// The same for many tokens: tiles of a plan (routed_experts_sort.py), up to TOKENS = 8 NT pairs of one
-// expert. Warps share rows only, and the ring of tokens. A block takes neighbouring items, so that it
-// looks a tile up once for all its rows.
-#define CODE_BYTES (TILES * 1024)
-#define TOKEN_BYTES (TOKENS * 256)
+// The same for many tokens: blockIdx.y is a tile of a plan (routed_experts_sort.py), up to 8 NT pairs
+// of one expert; blockIdx.x takes 16 TILES WARPS_M rows. The activations of a chunk lie in shared
+// memory as the right operands of each lane, {(0,4), (1,5), (2,6), (3,7)} of eight columns, while
+// those of the next chunk are on their way.
 KERNEL(THREADS)
 experts(const u16* x, const int* plan, const u8* w, const u8* scales, const float* gains,
-        const float* weights, void* out, int tiles, int experts, int slabs, int first_row,
-        i64 x_stride, i64 w_expert, i64 s_expert, i64 g_expert, i64 g_row, i64 out_stride) {
-    const int CHUNKS = K / CHUNK, PIECES = TOKENS * 16 / THREADS;
+        const float* weights, void* out, int tiles, int experts, int first_row, i64 x_stride,
+        i64 w_expert, i64 s_expert, i64 g_expert, i64 g_row, i64 out_stride) {
+    const int CHUNKS = K / CHUNK, SLOTS = 128 * NT / THREADS, PITCH = 32 * NT + 2;
+    SHARED uint4 staged[2][4 * PITCH];
+    SHARED int listed[8 * NT];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, quarter = lane & 3;
-    u8* const code_ring = (u8*)dynamic_shared + warp * STAGES * CODE_BYTES + lane * 16;
-    u8* const token_ring = (u8*)dynamic_shared + WARPS_M * STAGES * CODE_BYTES;
-    const int* const listed = plan + 3 * experts + tiles;
-    const int used = plan[2 * experts - 1] + (plan[experts - 1] + TOKENS - 1) / TOKENS;
-    const i64 all = (i64)used * slabs;
-    const int end = all * (blockIdx.x + 1) / gridDim.x;
-    int item = all * blockIdx.x / gridDim.x;
-    if (item >= end) return;
+    const int expert = plan[3 * experts + blockIdx.y];
+    if (expert < 0) return;
+    int found = plan[expert] - ((int)blockIdx.y - plan[experts + expert]) * 8 * NT;
+    if (found > 8 * NT) found = 8 * NT;
+    if (tid < 8 * NT)
+        listed[tid] = plan[3 * experts + tiles + blockIdx.y * 8 * NT + (tid < found ? tid : 0)];
+    barrier();
 
-    struct Cursor {
-        int item, chunk, tile, expert;
-        const u8 *row, *scales;
-        u32 pieces[PIECES];  // where in x this thread's sixteen bytes of some tokens begin
-    };
-    // Of a token's chunk a thread brings part tid % 16: lane quarter part / 4, eight columns part % 4.
-    const int part = tid & 15, first_token = tid >> 4;
-    u8* const piece_place =
-        token_ring + first_token * 256 + ((part & 3) + first_token & 3) * 64 + (part >> 2) * 16;
-    u32 scale_ring[STAGES][TILES][2];
-    auto find = [&](Cursor& at) {
-        const int tile = at.item / slabs;
-        if (tile != at.tile) {
-            at.tile = tile;
-            at.expert = plan[3 * experts + tile];
-            const int found = plan[at.expert] - (tile - plan[experts + at.expert]) * TOKENS;
+    // A thread brings 16 columns' quarters of some rows: slot s is row s / 16, part s % 16.
+    const u16* sources[SLOTS];
+    int places[SLOTS];
+    uint4 brought[SLOTS];
 #pragma unroll
-            for (int p = 0; p < PIECES; p++) {
-                // Columns of no token repeat one that is there: no column touches another.
-                const int token = p * (THREADS / 16) + first_token;
-                const int pair = listed[tile * TOKENS + (token < found ? token : 0)];
-                at.pieces[p] = (UP ? pair / TOP_K : pair) * (u32)x_stride + part * 8;
-            }
+    for (int j = 0; j < SLOTS; j++) {
+        const int slot = j * THREADS + tid, row = slot >> 4, q = slot >> 2 & 3, i = slot & 3;
+        const int pair = listed[row];
+        sources[j] = x + (UP ? pair / TOP_K : pair) * x_stride + q * 32 + i * 8;
+        places[j] = i * PITCH + (row >> 3) * 32 + (row & 7) * 4 + q;
+        brought[j] = load_row(sources[j]);
+    }
+    auto stage = [&](int buffer) {
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            const uint4 v = brought[j];
+            staged[buffer][places[j]] = {permute(v.x, v.z, 0x5410), permute(v.x, v.z, 0x7632),
+                                         permute(v.y, v.w, 0x5410), permute(v.y, v.w, 0x7632)};
         }
-        const int slab = (at.item % slabs * WARPS_M + warp) * TILES;
-        const int first = UP ? slab * 8 + g : first_row + slab * 16 + g;
-        const i64 place = UP && INTERLEAVED ? 2 * first : first;
-        at.row = w + at.expert * w_expert + place * W_ROW + quarter * 16;
-        at.scales = scales + at.expert * s_expert + place * S_ROW + quarter * 32 / BLOCK;
     };
-    auto load = [&](Cursor& at, int stage) {
-        if (at.item < end) {
-#pragma unroll
-            for (int m = 0; m < TILES; m++)
-#pragma unroll
-                for (int high = 0; high < 2; high++) {
-                    const i64 row = m * NEXT + high * OTHER;
-                    copy_once(code_ring + stage * CODE_BYTES + (2 * m + high) * 512,
-                              at.row + row * W_ROW);
-                    const u8* from = at.scales + row * S_ROW;
-                    scale_ring[stage][m][high] = BLOCK == 16 ? load_u16(from) : load_u8(from);
-                }
-#pragma unroll
-            for (int p = 0; p < PIECES; p++)
-                copy_once(piece_place + stage * TOKEN_BYTES + p * (THREADS / 16) * 256,
-                          x + (at.pieces[p] + at.chunk * CHUNK));
-            at.row += CHUNK / 2;
-            at.scales += CHUNK / BLOCK;
-            if (++at.chunk == CHUNKS) {
-                at.chunk = 0;
-                if (++at.item < end) find(at);
-            }
-        }
-        end_group();
-    };
+    const int slab = (blockIdx.x * WARPS_M + warp) * TILES;
+    const int first = UP ? slab * 8 + g : first_row + slab * 16 + g;
+    const i64 place = UP && INTERLEAVED ? 2 * first : first;
+    const u8* row = w + expert * w_expert + place * W_ROW + quarter * 16;
+    const u8* row_scales = scales + expert * s_expert + place * S_ROW + quarter * 32 / BLOCK;
     float sums[TILES][NT][4];
-    auto clear = [&] {
 #pragma unroll
-        for (int m = 0; m < TILES; m++)
+    for (int m = 0; m < TILES; m++)
 #pragma unroll
-            for (int n = 0; n < NT; n++)
+        for (int n = 0; n < NT; n++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) sums[m][n][i] = 0;
-    };
-    auto multiply = [&](int stage) {
-        const u8* const from = token_ring + stage * TOKEN_BYTES + g * 256 + quarter * 16;
-        uint4 low[TILES], high[TILES];
+            for (int i = 0; i < 4; i++) sums[m][n][i] = 0;
+    Step one, two;
+    load_step(one, row, row_scales);
+    stage(0);
+    barrier();
+    auto advance = [&](int chunk, const Step& now, Step& next) {
+        const bool more = chunk + 1 < CHUNKS;
+        if (more) {
+            row += CHUNK / 2;
+            row_scales += CHUNK / BLOCK;
+            load_step(next, row, row_scales);
+#pragma unroll
+            for (int j = 0; j < SLOTS; j++) brought[j] = load_row(sources[j] + (chunk + 1) * CHUNK);
+        }
+        const uint4* const here = staged[chunk & 1];
         u32 low_scale[TILES][2], high_scale[TILES][2];
 #pragma unroll
         for (int m = 0; m < TILES; m++) {
-            low[m] = *(const uint4*)(code_ring + stage * CODE_BYTES + 2 * m * 512);
-            high[m] = *(const uint4*)(code_ring + stage * CODE_BYTES + (2 * m + 1) * 512);
-            decode_scales(scale_ring[stage][m][0], low_scale[m][0], low_scale[m][1]);
-            decode_scales(scale_ring[stage][m][1], high_scale[m][0], high_scale[m][1]);
+            decode_scales(now.low[m][0].scales, low_scale[m][0], low_scale[m][1]);
+            decode_scales(now.high[m][0].scales, high_scale[m][0], high_scale[m][1]);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             u32 a[TILES][4], b[TILES][4];
 #pragma unroll
             for (int m = 0; m < TILES; m++) {
-                decode(word_of(low[m], i), low_scale[m][i / 2], a[m]);
-                decode(word_of(high[m], i), high_scale[m][i / 2], b[m]);
+                decode(word_of(now.low[m][0].words, i), low_scale[m][i / 2], a[m]);
+                decode(word_of(now.high[m][0].words, i), high_scale[m][i / 2], b[m]);
             }
-            const u8* const turned = from + (i + g & 3) * 64;
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                const uint4 v = *(const uint4*)(turned + n * 2048);
-                const u32 x04 = permute(v.x, v.z, 0x5410), x15 = permute(v.x, v.z, 0x7632);
-                const u32 x26 = permute(v.y, v.w, 0x5410), x37 = permute(v.y, v.w, 0x7632);
+                const uint4 v = here[i * PITCH + n * 32 + lane];
 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
-                    multiply_tiles(sums[m][n], a[m][0], b[m][0], a[m][1], b[m][1], x04, x15);
-                    multiply_tiles(sums[m][n], a[m][2], b[m][2], a[m][3], b[m][3], x26, x37);
+                    multiply_tiles(sums[m][n], a[m][0], b[m][0], a[m][1], b[m][1], v.x, v.y);
+                    multiply_tiles(sums[m][n], a[m][2], b[m][2], a[m][3], b[m][3], v.z, v.w);
                 }
             }
         }
-    };
-    auto finish_item = [&] {
-        const int tile = item / slabs, expert = plan[3 * experts + tile];
-        const int found = plan[expert] - (tile - plan[experts + expert]) * TOKENS;
-        const int slab = (item % slabs * WARPS_M + warp) * TILES;
-#pragma unroll
-        for (int m = 0; m < TILES; m++) {
-            const int row = UP ? (slab + m) * 8 + g : first_row + (slab + m) * 16 + g;
-            float low_gain = UNSHIFT, high_gain = UNSHIFT;
-            if (GAIN) {
-                low_gain *= gains[expert * g_expert + (UP && INTERLEAVED ? 2 * row : row) * g_row];
-                high_gain *= gains[expert * g_expert +
-                                   (UP && INTERLEAVED ? 2 * row + 1 : row + OTHER) * g_row];
-            }
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int odd = 0; odd < 2; odd++) {
-                    const int at = n * 8 + quarter * 2 + odd;
-                    if (at >= found) continue;
-                    const i64 pair = listed[tile * TOKENS + at];
-                    const float a = sums[m][n][odd] * low_gain, b = sums[m][n][odd + 2] * high_gain;
-                    if (UP) {
-                        // Rounded to storage before the activation, as the contract says.
-                        const float gate = from_bf16(to_bf16(a)), up = from_bf16(to_bf16(b));
-                        ((u16*)out)[pair * out_stride + row] = to_bf16(silu(gate) * up);
-                    } else {
-                        float* to = (float*)out + pair * out_stride + row - first_row;
-                        to[0] = a * weights[pair];
-                        to[8] = b * weights[pair];
-                    }
-                }
-        }
-    };
-
-    Cursor ahead;
-    ahead.item = item;
-    ahead.chunk = 0;
-    ahead.tile = -1;
-    find(ahead);
-#pragma unroll
-    for (int stage = 0; stage < STAGES - 1; stage++) load(ahead, stage);
-    clear();
-    int chunk = 0;
-#pragma unroll 1
-    while (true) {
-#pragma unroll
-        for (int stage = 0; stage < STAGES; stage++) {
-            wait_for_groups<STAGES - 2>();
-            // Tokens are visible to all, and nobody reads the place any more that is filled next.
+        if (more) {
+            stage(chunk + 1 & 1);
             barrier();
-            load(ahead, (stage + STAGES - 1) % STAGES);
-            multiply(stage);
-            if (++chunk < CHUNKS) continue;
-            finish_item();
-            chunk = 0;
-            if (++item >= end) return;
-            clear();
         }
+    };
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+        advance(chunk, one, two);
+        if (chunk + 1 < CHUNKS) advance(chunk + 1, two, one);
+    }
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+        const int low = UP ? first + m * 8 : first + m * 16, high = low + 8;
+        float low_gain = UNSHIFT, high_gain = UNSHIFT;
+        if (GAIN) {
+            low_gain *= gains[expert * g_expert + (UP && INTERLEAVED ? 2 * low : low) * g_row];
+            high_gain *= gains[expert * g_expert +
+                               (UP ? INTERLEAVED ? 2 * low + 1 : low + HALF : high) * g_row];
+        }
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+                const int at = n * 8 + quarter * 2 + odd;
+                if (at >= found) continue;
+                const i64 pair = listed[at];
+                const float a = sums[m][n][odd] * low_gain, b = sums[m][n][odd + 2] * high_gain;
+                if (UP) {
+                    const float gate = from_bf16(to_bf16(a)), up = from_bf16(to_bf16(b));
+                    ((u16*)out)[pair * out_stride + low] = to_bf16(silu(gate) * up);
+                } else {
+                    float* to = (float*)out + pair * out_stride + low - first_row;
+                    to[0] = a * weights[pair];
+                    to[8] = b * weights[pair];
+                }
+            }
     }
 }
 #endif

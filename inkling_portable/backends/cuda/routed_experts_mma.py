@@ -23,7 +23,7 @@ from inkling_portable.backends.triton.routed_experts_sort import make_plan
 
 SOURCE = Path(__file__).with_name("routed_experts.cu")
 CHUNK = 128  # columns that the kernels take at a time
-FEW = 256
+FEW = 128
 """Tokens up to which blocks sort the pairs themselves and read activations as they are."""
 BY_TOKEN_TO = 16
 """Tokens up to which the second product is computed token by token: one launch less."""
@@ -34,50 +34,51 @@ PARTS_BYTES = 24 << 20
 
 @dataclass(frozen=True)
 class Tiles:
-    """Settings of one product: warps along k and along rows, tiles of 16 rows of a warp, tokens at
-    a time, chunks in a warp's ring, blocks of an SM."""
+    """Settings of one product: warps along k and along rows, tiles of 16 rows of a warp, groups of
+    8 tokens, chunks of a step, blocks of an SM."""
 
     warps_k: int
     warps_m: int
     tiles: int
-    tokens: int
-    stages: int
+    groups: int
+    ahead: int
     resident: int
-
-    @property
-    def groups(self) -> int:
-        """Groups of 8 tokens."""
-        return ceil_div(self.tokens, 8)
-
-    def ring_bytes(self, warps: int, rings: int) -> int:
-        """Shared memory of the rings of a block's warps; `rings` of them have tokens too."""
-        return self.stages * (1024 * self.tiles * warps + 256 * self.tokens * rings)
 
 
 def up_tiles(tokens: int, inner: int) -> Tiles:
-    """Settings of the first product."""
-    warps = 4 if inner // CHUNK % 4 == 0 else 1
-    return Tiles(warps, 1, 2, tokens_at_once(tokens), 4, 3)
+    """Settings of the first product. What wins on an H200 stands first: benchmarks/experts_tune."""
+    chunks = inner // CHUNK
+    if chunks % 8:
+        return Tiles(1, 4, 1, 1, most_ahead(chunks, 3), 4)
+    if tokens == 1:
+        return Tiles(4, 1, 1, 1, most_ahead(chunks // 4, 6), 3)
+    return Tiles(4, 1, 1, 1, 2, 5) if tokens <= 36 else Tiles(2, 2, 2, 1, 2, 3)
 
 
 def down_tiles(tokens: int, inner: int) -> Tiles:
     """Settings of the second product where experts are shared."""
-    return Tiles(1, 4, 2, tokens_at_once(tokens), 4, 3)
+    return Tiles(1, 4, 2, 1, 1, 4)
 
 
-def token_tiles(inner: int) -> Tiles:
+def token_tiles(tokens: int, inner: int) -> Tiles:
     """Settings of the second product token by token: a warp for each slot."""
-    return Tiles(1, 1, 1, 1, 4, 3)
+    if tokens == 1:
+        return Tiles(1, 1, 1, 1, 1, 5)
+    return Tiles(1, 1, 2, 1, 1 if tokens <= 4 else most_ahead(inner // CHUNK, 3), 2)
 
 
 def many_tiles(tokens: int, up: bool) -> Tiles:
-    """Settings of both products beyond FEW tokens."""
-    return Tiles(1, 4, 2, 32 if tokens <= 2048 else 64, 3, 3)
+    """Settings of both products beyond FEW tokens; they agree in the height of a plan's tiles."""
+    if tokens <= 512:
+        return Tiles(1, 4, 1, 2, 1, 4) if up else Tiles(1, 4, 2, 2, 1, 2)
+    if tokens <= 1024:
+        return Tiles(1, 8, 1, 4, 1, 2) if up else Tiles(1, 4, 2, 4, 1, 2)
+    return Tiles(1, 4, 2, 8, 1, 2) if up else Tiles(1, 8, 1, 8, 1, 2)
 
 
-def tokens_at_once(tokens: int) -> int:
-    """Tokens that share one decoding: about what a busy expert gets."""
-    return 2 if tokens <= 4 else 4 if tokens <= 24 else 8
+def most_ahead(chunks: int, most: int) -> int:
+    """The largest divisor of `chunks` that is at most `most`."""
+    return next(n for n in range(most, 0, -1) if chunks % n == 0)
 
 
 def fits(m: Matrix, rows: int) -> bool:
@@ -128,7 +129,7 @@ def _run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inte
     many = tokens > FEW
     plan, tiles = None, 0
     if many:
-        plan, tiles = make_plan(ids, experts, many_tiles(tokens, True).tokens)
+        plan, tiles = make_plan(ids, experts, 8 * many_tiles(tokens, True).groups)
 
     def product(m: Matrix, source: Tensor, target: Tensor, how: Tiles, first: int, last: int,
                 is_up: bool, by_token: bool) -> None:  # fmt: skip
@@ -140,26 +141,28 @@ def _run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inte
             "BLOCK": BLOCKS[m.form], "GAIN": int(m.gain is not None), "UP": int(is_up),
             "INTERLEAVED": int(interleaved), "HALF": m.rows // 2, "BY_TOKEN": int(by_token),
             "MANY": int(many), "WARPS_K": warps_k, "WARPS_M": how.warps_m, "TILES": how.tiles,
-            "NT": how.groups, "TOKENS": how.tokens, "STAGES": how.stages, "RESIDENT": how.resident,
+            "NT": how.groups, "AHEAD": how.ahead, "RESIDENT": how.resident,
             "LISTED": 0 if many else max(512, next_power_of_2(pairs)),
         }  # fmt: skip
-        warps = warps_k * how.warps_m
-        run = kernel(SOURCE, "experts", tuple(macros.items()),
-                     how.ring_bytes(warps, 1 if many else warps), x.device.index)  # fmt: skip
-        threads = 32 * warps
+        run = kernel(SOURCE, "experts", tuple(macros.items()), x.device.index)
+        threads = 32 * warps_k * how.warps_m
         strides = (source.stride(0), w_expert, s_expert, g_expert, g_row, target.stride(0))
+        if many:
+            run.launch((slabs, tiles), threads,
+                       (source, plan, m.codes, m.scale, m.gain, weights, target, tiles, experts,
+                        first, *strides), 6, False)  # fmt: skip
+            return
         # No more tiles than pairs: what the host knows of the routing.
-        items = (tiles if many else tokens if by_token else pairs) * slabs
+        items = (tokens if by_token else pairs) * slabs
         run.launch((min(items, how.resident * compute_units()), 1), threads,
-                   (source, ids if plan is None else plan, m.codes, m.scale, m.gain, weights,
-                    target, tiles if many else pairs, experts, slabs, first, *strides),
-                   6, not many)  # fmt: skip
+                   (source, ids, m.codes, m.scale, m.gain, weights, target, pairs, experts, slabs,
+                    first, *strides), 6, True)  # fmt: skip
 
     inner = torch.empty(pairs, down.inner, dtype=x.dtype, device=x.device)
     how = many_tiles(tokens, True) if many else up_tiles(tokens, up.inner)
     product(up, x, inner, how, 0, up.rows, True, False)
     if tokens <= BY_TOKEN_TO:
-        product(down, inner, out, token_tiles(down.inner), 0, down.rows, False, True)
+        product(down, inner, out, token_tiles(tokens, down.inner), 0, down.rows, False, True)
         return
     how = many_tiles(tokens, False) if many else down_tiles(tokens, down.inner)
     step = 16 * how.warps_m * how.tiles

@@ -1,7 +1,7 @@
 """The chosen experts with weights as the checkpoint stores them: NVFP4, MXFP4, FP8 or BF16.
 
-One layout serves every batch size. One token: matrix-vector work per chosen expert
-(`routed_experts_gemv`), two launches. Few tokens: tiles that find their tokens themselves and a sum
+One layout serves every batch size. A few tokens: matrix-vector work per chosen expert
+(`routed_experts_gemv`), two launches. Some more: tiles that find their tokens themselves and a sum
 over slots, three launches. More: pairs are sorted by expert on the device first. Grids depend on
 host shapes only, and no temporary grows with the number of tokens beyond `routed_experts_tuning`'s
 bounds: longer steps run in parts, by tokens and then by output columns.
