@@ -153,4 +153,6 @@ def test_the_row_needs_an_nvidia_chip_and_4_bit_weights() -> None:
     h200 = Target.parse("h200+triton=3.6.0")
     assert OFFER.refusal(h200, Facts(weights="nvfp4", tp=8)) is None
     assert OFFER.refusal(h200, Facts(weights="fp8")) == "needs weights nvfp4 or mxfp4; asked is fp8"
+    assert "adapters" in (OFFER.refusal(h200, Facts(weights="nvfp4", lora=True)) or "")
+    assert "data-parallel" in (OFFER.refusal(h200, Facts(weights="nvfp4", tp=2, ep=4)) or "")
     assert "needs sm90" in (OFFER.refusal(Target.parse("cuda:sm80"), Facts(weights="nvfp4")) or "")

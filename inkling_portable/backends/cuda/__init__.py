@@ -1,6 +1,17 @@
 """Offers of the cuda backend."""
 
-from inkling_portable.registry import Offer, needs, offers_in
+from inkling_portable.registry import Facts, Offer, needs, offers_in
+from inkling_portable.target import Target
+
+
+def own_layer(target: Target, facts: Facts) -> str | None:
+    """What only vLLM's layer of experts serves."""
+    if facts.lora:
+        return "adapters on experts need vLLM's own kernels"
+    if facts.ep not in (1, facts.tp):
+        return "experts over data-parallel ranks need vLLM's own layer"
+    return None
+
 
 offer = offers_in(__name__)
 served = needs(dtype="bfloat16", head_dim=128, kv_dtype=("auto", "bfloat16"))
@@ -27,5 +38,5 @@ OFFERS: tuple[Offer, ...] = (
     # Weights that do not fit its chunks of 128 columns, and other dtypes, it hands to Triton's row.
     offer("routed_experts", "mma", ".routed_experts_mma:routed_experts",
           needs(arch=("sm90", "sm100", "sm103", "sm120"), weights=("nvfp4", "mxfp4"),
-                dtype="bfloat16", triton=">=3.6")),
+                dtype="bfloat16", triton=">=3.6"), own_layer),
 )  # fmt: skip
