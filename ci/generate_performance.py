@@ -18,7 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FOLDER = ROOT / "docs" / "performance"
 PAGE = ROOT / "docs" / "performance.md"
 # Names under which our own kernel is timed; the first one present is what serves.
-OURS = ("ours", "triton+pdl", "triton")
+OURS = ("ours", "mma", "triton+pdl", "triton")
 # Timed to learn from, not because they compute the same.
 NOT_PEERS = ("fa4 no bias",)
 HEAD = """# Performance, as measured
@@ -47,7 +47,7 @@ class Row:
     @property
     def peers(self) -> dict[str, float]:
         return {name: us for name, us in self.times.items()
-                if not name.startswith(("ours", "triton")) and name not in NOT_PEERS}  # fmt: skip
+                if not name.startswith(("ours", "mma", "triton")) and name not in NOT_PEERS}  # fmt: skip
 
     @property
     def best(self) -> tuple[str, float] | None:
