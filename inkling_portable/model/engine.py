@@ -34,6 +34,7 @@ from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization import QuantizationConfig
@@ -100,6 +101,7 @@ __all__ = [
     "SupportsMultiModal",
     "SupportsMultiModalEmbeddings",
     "SupportsPP",
+    "UnquantizedLinearMethod",
     "VllmConfig",
     "WeightsMapper",
     "all_gather",

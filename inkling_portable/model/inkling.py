@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from inkling_portable import __version__
-from inkling_portable.model import checkpoint, loading, lora, warm_up
+from inkling_portable.model import checkpoint, loading, lora, skinny, warm_up
 from inkling_portable.model.attention import InklingAttention
 from inkling_portable.model.config import AttentionGeometry
 from inkling_portable.model.engine import (
@@ -218,6 +218,7 @@ class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
             ["hidden_states"], text.hidden_size
         )
+        skinny.take_over(self)
         _announce(self)
         warm_up.when_bound(self, vllm_config)
 

@@ -6,9 +6,12 @@ an adapter's contribution, and vLLM's own head honours `head_dtype`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from inkling_portable.backends.reference.linear import MOST_ROWS
 from inkling_portable.model.config import TextConfig
 from inkling_portable.model.engine import (
     LogitsProcessor,
@@ -29,6 +32,8 @@ class InklingLogits(LogitsProcessor):
         )
         # On a GPU the factor can ride in the product, before its only rounding.
         self.factor_in_product = on_accelerator()
+        self.few_rows: Callable[..., Tensor] | None = None
+        """The op for few rows, if it was asked for."""
 
     def forward(
         self, lm_head: ParallelLMHead, hidden_states: Tensor, *args: object, **kwargs: object
@@ -42,9 +47,12 @@ class InklingLogits(LogitsProcessor):
             and getattr(self, "head_dtype", None) in (None, hidden_states.dtype)
         ):
             weight = lm_head.weight
-            logits = torch.addmm(
-                weight.new_zeros(1), hidden_states, weight.t(), beta=0.0, alpha=self.scale
-            )
+            if self.few_rows is not None and hidden_states.shape[0] <= MOST_ROWS:
+                logits = self.few_rows(hidden_states, weight, self.scale)
+            else:
+                logits = torch.addmm(
+                    weight.new_zeros(1), hidden_states, weight.t(), beta=0.0, alpha=self.scale
+                )
             if lm_head.tp_size > 1:
                 logits = self._gather_logits(logits)
             return None if logits is None else logits[..., : self.org_vocab_size]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from inkling_portable.model import checkpoint, loading, warm_up
+from inkling_portable.model import checkpoint, loading, skinny, warm_up
 from inkling_portable.model.engine import (
     QuantizationConfig,
     ReplicatedLinear,
@@ -148,6 +148,7 @@ class InklingMTP(nn.Module, SupportsMultiModalEmbeddings):
         )
         self.lm_head = Embedding(0, self.settings.text.hidden_size)
         self.logits_processor = InklingLogits(self.settings.text)
+        skinny.take_over(self)
         warm_up.when_bound(self, vllm_config)
 
     def embed_input_ids(

@@ -28,6 +28,7 @@ from inkling_portable.model.engine import (
 )
 from inkling_portable.model.loading import ALONE, Ranks, read_headers
 from inkling_portable.model.quant_layouts import Layout
+from inkling_portable.model.skinny import check_skinny_request
 from inkling_portable.model.weight_format import (
     Quantisation,
     agree,
@@ -136,6 +137,8 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
             raise SelectionError(
                 f"--additional-config needs true or false for {name}; found {block[name]!r}"
             )
+    invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+    check_skinny_request(requests, vllm_config.lora_config is not None, invariant)
     quantisation = _quantisation(vllm_config)
     known = _stored(vllm_config) if quantisation.layout is not None else frozenset()
     target = Target.detect()

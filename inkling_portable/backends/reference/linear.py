@@ -18,17 +18,19 @@ def _skinny_inputs(draw: Draw) -> dict[str, Any]:
     dtype, rows = draw.choice((torch.float32, torch.bfloat16)), draw.integer(0, MOST_ROWS)
     inner, outer = draw.choice((64, 96, 40, 1024, 3072)), draw.choice((16, 96, 33, 416))
     return {"x": draw.tensor((rows, inner), dtype),
-            "weight": draw.tensor((outer, inner), dtype, "small")}  # fmt: skip
+            "weight": draw.tensor((outer, inner), dtype, "small"),
+            "scale": draw.choice((1.0, 0.03125, 0.3))}  # fmt: skip
 
 
 @op(inputs=_skinny_inputs, tolerance=within_twice_baseline())
-def skinny_linear(x: Tensor, weight: Tensor) -> Tensor:
+def skinny_linear(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """Linear layer without bias for at most 16 rows: x [M, K], weight [N, K] -> [M, N].
 
-    Sums in float32, one rounding to the dtype of x. Raises ValueError for more rows.
+    Sums in float32, times `scale` (the head's), one rounding to the dtype of x. Raises ValueError
+    for more rows.
     """
     check_skinny(x, weight)
-    return store(acc(x) @ acc(weight).T, x)
+    return store(acc(x) @ acc(weight).T * scale, x)
 
 
 def check_skinny(x: Tensor, weight: Tensor) -> None:

@@ -36,6 +36,7 @@ def _row_kernel(
     x_stride,
     weight_stride,
     segment_stride,
+    scale,
     K: tl.constexpr,
     SEGMENT: tl.constexpr,
     EACH: tl.constexpr,
@@ -79,7 +80,7 @@ def _row_kernel(
         y = gate * tl.sigmoid(gate) * up * gamma
         tl.store(out + row * (columns // 2) + i, y, mask=inside)
     else:
-        tl.store(out + row * columns + n, sums, mask=n < columns)
+        tl.store(out + row * columns + n, sums * scale, mask=n < columns)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -94,6 +95,7 @@ def _tile_kernel(
     weight_stride,
     segment_stride,
     part,
+    scale,
     SEGMENT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -142,12 +144,14 @@ def _tile_kernel(
         else:
             total = tl.dot(a, b, total)
     place = (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * columns + n[None, :]
-    tl.store(out + place, total, mask=(m < rows)[:, None] & (n < columns)[None, :])
+    tl.store(out + place, total * scale, mask=(m < rows)[:, None] & (n < columns)[None, :])
 
 
 @triton.jit
-def _sum_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out[i] = sum of parts[p, i] in the order of p."""
+def _sum_kernel(
+    parts, out, size, scale, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """out[i] = scale times the sum of parts[p, i] in the order of p."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -155,7 +159,7 @@ def _sum_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL:
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for p in tl.static_range(PARTS):
         total += tl.load(parts + p * size + i, mask=i < size, other=0.0)
-    tl.store(out + i, total, mask=i < size)
+    tl.store(out + i, total * scale, mask=i < size)
 
 
 FIXED_ROWS = 1024
@@ -192,9 +196,10 @@ def tile_tiling(rows: int, columns: int, inner: int, exact: bool) -> tuple[int, 
 
 
 def product(
-    x: Tensor, weight: Tensor, out_dtype: torch.dtype, segment_stride: int = 0, segments: int = 1
-) -> Tensor:
-    """x [M, K] times a matrix [N, K] transposed, summed in float32 and rounded once to `out_dtype`.
+    x: Tensor, weight: Tensor, out_dtype: torch.dtype, segment_stride: int = 0, segments: int = 1,
+    scale: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """x [M, K] times a matrix [N, K] transposed times `scale`: sums in float32, one rounding.
 
     With segments > 1 the matrix is weight [segments, N, K / segments], `segment_stride` apart, and
     its columns are the segments' side by side; K / segments is a multiple of 16.
@@ -202,7 +207,7 @@ def product(
     rows, inner = x.shape
     columns = weight.shape[-2]
     if order_is_fixed() and rows > FIXED_ROWS:
-        pieces = [product(x[i : i + FIXED_ROWS], weight, out_dtype, segment_stride, segments)
+        pieces = [product(x[i : i + FIXED_ROWS], weight, out_dtype, segment_stride, segments, scale)
                   for i in range(0, rows, FIXED_ROWS)]  # fmt: skip
         return torch.cat(pieces)
     out = torch.empty(rows, columns, dtype=out_dtype, device=x.device)
@@ -212,7 +217,7 @@ def product(
     if rows == 1 and not order_is_fixed():
         each, block, warps = row_tiling(inner, columns)
         _row_kernel[(ceil_div(columns, each), rows)](
-            x, weight, out, None, columns, x.stride(0), weight.stride(-2), segment_stride,
+            x, weight, out, None, columns, x.stride(0), weight.stride(-2), segment_stride, scale,
             K=inner, SEGMENT=segment, EACH=each, BK=block, SWIGLU=False, GROUP=1, PDL=pdl(),
             **options(num_warps=warps),
         )  # fmt: skip
@@ -229,13 +234,13 @@ def product(
         target = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device)
     _tile_kernel[(ceil_div(columns, wide), ceil_div(rows, tall), parts)](
         x, weight, target, rows, columns, inner, x.stride(0), weight.stride(-2), segment_stride,
-        part, SEGMENT=segment if segments > 1 else 0, BM=tall, BN=wide, BK=deep, EXACT_DOT=exact,
+        part, scale if parts == 1 else 1.0, SEGMENT=segment if segments > 1 else 0, BM=tall, BN=wide, BK=deep, EXACT_DOT=exact,
         PDL=pdl(), **options(num_warps=4, num_stages=stages),
     )  # fmt: skip
     if parts > 1:
         size, block = rows * columns, 1024
         _sum_kernel[(ceil_div(size, block),)](
-            target, out, size, PARTS=parts, BLOCK=block, PDL=pdl(), **options(num_warps=4)
+            target, out, size, scale, PARTS=parts, BLOCK=block, PDL=pdl(), **options(num_warps=4)
         )
     return out
 
@@ -249,15 +254,15 @@ def gated_row(x: Tensor, weight: Tensor, gammas: Tensor, group: int) -> Tensor:
     out = torch.empty(1, columns // 2, dtype=x.dtype, device=x.device)
     each, block, warps = row_tiling(inner, columns)
     _row_kernel[(ceil_div(columns, each), 1)](
-        x, weight, out, gammas, columns, x.stride(0), weight.stride(0), 0,
+        x, weight, out, gammas, columns, x.stride(0), weight.stride(0), 0, 1.0,
         K=inner, SEGMENT=inner, EACH=each, BK=block, SWIGLU=True, GROUP=group, PDL=pdl(),
         **options(num_warps=warps),
     )  # fmt: skip
     return out
 
 
-def skinny_linear(x: Tensor, weight: Tensor) -> Tensor:
+def skinny_linear(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """See the contract."""
     check_skinny(x, weight)
     check_rows("skinny_linear", x=x, weight=weight)
-    return product(x, weight, x.dtype)
+    return product(x, weight, x.dtype, scale=scale)

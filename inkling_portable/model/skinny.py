@@ -1,0 +1,65 @@
+"""Opt-in: plain linear layers of few rows through the op `skinny_linear`.
+
+`INKLING_PORTABLE=skinny_linear=triton` hands it qkvr, o_proj, the dense MLP and the head, for at
+most 16 rows (what a decode step has); more rows stay with the engine's library. The sinks' op reads
+its matrices in the same way without being asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inkling_portable.backends.reference.linear import MOST_ROWS
+from inkling_portable.model.engine import UnquantizedLinearMethod, on_accelerator
+from inkling_portable.registry import SelectionError
+
+OP = "skinny_linear"
+
+
+class SkinnyLinearMethod(UnquantizedLinearMethod):
+    """The engine's way with a plain matrix, but for few rows. Which way is fixed in a graph."""
+
+    def __init__(self, op: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.op = op
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        # On a CPU the engine would keep the matrix in a packed form only.
+        if on_accelerator():
+            super().process_weights_after_loading(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is None and x.dim() == 2 and x.shape[0] <= MOST_ROWS:
+            return self.op(x, layer.weight)
+        if on_accelerator():
+            return super().apply(layer, x, bias)
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+def check_skinny_request(
+    requests: Mapping[str, str], lora: bool, batch_invariant: bool = False
+) -> None:
+    """Raise SelectionError beside adapters, which are added to the same layers, and beside batch
+    invariance, for which few rows may not be summed otherwise than many."""
+    found = "--enable-lora" if lora else "VLLM_BATCH_INVARIANT=1" if batch_invariant else ""
+    if OP in requests and found:
+        kind = "linear layers without adapters" if lora else "sums that may depend on the batch"
+        raise SelectionError(
+            f"{OP}={requests[OP]} needs {kind}; found {found}; leave one of the two out"
+        )
+
+
+def take_over(model: Any) -> None:
+    """Give every plain linear layer of `model` the op, and its head, if that was asked for."""
+    settings = model.settings
+    if OP not in dict(settings.requests):
+        return
+    op = settings.ops().skinny_linear
+    for layer in model.modules():
+        if type(getattr(layer, "quant_method", None)) is UnquantizedLinearMethod:
+            layer.quant_method = SkinnyLinearMethod(op)
+    model.logits_processor.few_rows = op

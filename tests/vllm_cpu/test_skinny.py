@@ -1,0 +1,91 @@
+"""Linear layers through the op for few rows: asked for, the same answers, and refused beside LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from inkling_portable.backends.reference import linear
+from inkling_portable.model.engine import UnquantizedLinearMethod
+from inkling_portable.model.logits import InklingLogits
+from inkling_portable.model.skinny import SkinnyLinearMethod, check_skinny_request
+from inkling_portable.registry import SelectionError
+from tests.vllm_cpu.conftest import Engine, Oracle
+
+ASKED = {"inkling_portable": {"skinny_linear": "reference"}}
+
+
+def test_layers_are_taken_over_when_asked(
+    engines: Callable[..., Engine], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every plain matrix; a prompt of many rows goes the engine's way, a token's row by the op."""
+    rows: list[int] = []
+    real = linear.check_skinny
+
+    def counted(x: torch.Tensor, weight: torch.Tensor) -> None:
+        rows.append(x.shape[0])
+        real(x, weight)
+
+    monkeypatch.setattr(linear, "check_skinny", counted)
+    engine = engines(additional_config=ASKED)
+
+    def methods(model: Any) -> tuple[list[str], list[str], int]:
+        kinds = {n: getattr(m, "quant_method", None) for n, m in model.named_modules()}
+        taken = [n for n, kind in kinds.items() if isinstance(kind, SkinnyLinearMethod)]
+        plain = [n for n, kind in kinds.items() if type(kind) is UnquantizedLinearMethod]
+        return taken, plain, len(model.model.layers)
+
+    taken, plain, layers = engine.on_model(methods)
+    assert sum(name.endswith("qkvr") for name in taken) == layers
+    assert sum(name.endswith("wo_ud") for name in taken) == layers
+    assert any(name.endswith("gate_up_proj") for name in taken) and not plain
+    prompt = [5, 9, 33, 250, 17, 8] * 6
+    [found] = engine.prompt_logprobs([prompt])
+    oracle.answer(prompt).check(found, slice(0, len(prompt) - 1), "a prompt of many rows")
+    rows.clear()
+    [tokens] = engine.greedy([prompt], 4)
+    assert set(rows) == {1}
+    oracle.assert_greedy(prompt, tokens)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 17])
+def test_the_method_picks_by_rows(rows: int) -> None:
+    seen: list[int] = []
+
+    def op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return linear.skinny_linear(x, weight)
+
+    layer = torch.nn.Linear(64, 32, bias=False)
+    x = torch.randn(rows, 64)
+    method = SkinnyLinearMethod.__new__(SkinnyLinearMethod)
+    method.op = op
+    torch.testing.assert_close(method.apply(layer, x), layer(x))
+    assert seen == ([rows] if rows <= 16 else [])
+
+
+def test_the_heads_factor_rides_in_the_product() -> None:
+    """One rounding: the logits of bfloat16 rows are those of float64, scaled, stored once."""
+    head = torch.nn.Module()
+    head.weight = torch.nn.Parameter(torch.randn(96, 64, dtype=torch.bfloat16), False)
+    head.tp_size = 1
+    logits = InklingLogits.__new__(InklingLogits)
+    torch.nn.Module.__init__(logits)
+    logits.scale, logits.org_vocab_size = 0.3, 90
+    logits.factor_in_product, logits.few_rows = True, linear.skinny_linear
+    hidden = torch.randn(3, 64, dtype=torch.bfloat16)
+    found = logits.forward(head, hidden)
+    exact = (hidden.double() @ head.weight.double().T * 0.3)[:, :90]
+    assert found is not None and torch.equal(found, exact.to(torch.bfloat16))
+
+
+def test_beside_adapters_it_is_refused() -> None:
+    with pytest.raises(SelectionError, match="without adapters; found --enable-lora"):
+        check_skinny_request({"skinny_linear": "triton"}, lora=True)
+    with pytest.raises(SelectionError, match="found VLLM_BATCH_INVARIANT=1"):
+        check_skinny_request({"skinny_linear": "triton"}, lora=False, batch_invariant=True)
+    check_skinny_request({"skinny_linear": "triton"}, lora=False)
+    check_skinny_request({}, lora=True, batch_invariant=True)
