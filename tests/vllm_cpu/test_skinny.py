@@ -1,4 +1,4 @@
-"""Linear layers through the op for few rows: asked for, the same answers, and refused beside LoRA."""
+"""Linear layers through the op for few rows: asked for, the same answers, refused beside LoRA."""
 
 from __future__ import annotations
 

@@ -234,8 +234,8 @@ def product(
         target = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device)
     _tile_kernel[(ceil_div(columns, wide), ceil_div(rows, tall), parts)](
         x, weight, target, rows, columns, inner, x.stride(0), weight.stride(-2), segment_stride,
-        part, scale if parts == 1 else 1.0, SEGMENT=segment if segments > 1 else 0, BM=tall, BN=wide, BK=deep, EXACT_DOT=exact,
-        PDL=pdl(), **options(num_warps=4, num_stages=stages),
+        part, scale if parts == 1 else 1.0, SEGMENT=segment if segments > 1 else 0, BM=tall,
+        BN=wide, BK=deep, EXACT_DOT=exact, PDL=pdl(), **options(num_warps=4, num_stages=stages),
     )  # fmt: skip
     if parts > 1:
         size, block = rows * columns, 1024
