@@ -46,8 +46,9 @@ class Row:
 
     @property
     def peers(self) -> dict[str, float]:
+        ours = ("ours", "mma", "triton")
         return {name: us for name, us in self.times.items()
-                if not name.startswith(("ours", "mma", "triton")) and name not in NOT_PEERS}  # fmt: skip
+                if not name.startswith(ours) and name not in NOT_PEERS}  # fmt: skip
 
     @property
     def best(self) -> tuple[str, float] | None:
