@@ -41,7 +41,12 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models import interfaces
-from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsMultiModal, SupportsPP
+from vllm.model_executor.models.interfaces import (
+    SupportsEncoderCudaGraph,
+    SupportsLoRA,
+    SupportsMultiModal,
+    SupportsPP,
+)
 from vllm.model_executor.models.utils import (
     WeightsMapper,
     _merge_multimodal_embeddings,
@@ -70,6 +75,12 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.worker.encoder_cudagraph_defs import (
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphReplayBuffers,
+    EncoderItemSpec,
+)
 
 __all__ = [
     "MULTIMODAL_REGISTRY",
@@ -81,6 +92,10 @@ __all__ = [
     "CacheLayer",
     "ColumnParallelLinear",
     "CommonAttentionMetadata",
+    "EncoderCudaGraphCaptureInputs",
+    "EncoderCudaGraphConfig",
+    "EncoderCudaGraphReplayBuffers",
+    "EncoderItemSpec",
     "FullAttentionSpec",
     "IntermediateTensors",
     "KVCacheSpec",
@@ -97,6 +112,7 @@ __all__ = [
     "ReplicatedLinear",
     "RowParallelLinear",
     "SlidingWindowSpec",
+    "SupportsEncoderCudaGraph",
     "SupportsLoRA",
     "SupportsMultiModal",
     "SupportsMultiModalEmbeddings",

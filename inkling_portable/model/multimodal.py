@@ -17,6 +17,7 @@ from torch import Tensor
 
 from inkling_portable.model import checkpoint
 from inkling_portable.model.config import InklingConfig
+from inkling_portable.model.encoder_graphs import GraphedImages, joined
 from inkling_portable.model.engine import (
     MULTIMODAL_REGISTRY,
     BaseDummyInputsBuilder,
@@ -195,7 +196,7 @@ class Processor(MediaProcessor):
         images, audio = self.info.image_settings(options), self.info.audio_settings
         dtype = self.info.ctx.model_config.dtype
         if images is not None and (pictures := list(media.get("images") or ())):
-            # The time slots of a still picture are equal: one travels, the tower gets all.
+            # The time slots of a still picture are equal: one travels.
             patches = [image_patches(picture, images, dtype)[:, :1] for picture in pictures]
             fields["pixel_values"] = torch.cat(patches)
             fields["num_patches"] = torch.tensor([len(part) for part in patches])
@@ -212,9 +213,9 @@ class Processor(MediaProcessor):
         patches, frames = hf_inputs.get("num_patches", none), hf_inputs.get("num_frames", none)
         return {
             "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", patches),
-            "num_patches": MultiModalFieldConfig.batched("image"),
+            "num_patches": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
             "audio_levels": MultiModalFieldConfig.flat_from_sizes("audio", frames),
-            "num_frames": MultiModalFieldConfig.batched("audio"),
+            "num_frames": MultiModalFieldConfig.batched("audio", keep_on_cpu=True),
         }
 
     def _get_prompt_updates(
@@ -238,7 +239,7 @@ class Processor(MediaProcessor):
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=ProcessingInfo, dummy_inputs=DummyInputs)
-class InklingForConditionalGeneration(InklingForCausalLM, SupportsMultiModal):
+class InklingForConditionalGeneration(InklingForCausalLM, SupportsMultiModal, GraphedImages):
     """The text model with the towers that the checkpoint has, on the first pipeline stage."""
 
     hf_to_vllm_mapper = InklingForCausalLM.hf_to_vllm_mapper | WeightsMapper(
@@ -277,13 +278,11 @@ class InklingForConditionalGeneration(InklingForCausalLM, SupportsMultiModal):
         if fields.get("pixel_values") is not None:
             assert self.visual is not None
             weight = self.visual.final_norm.weight
-            rows, sizes = _joined(fields["pixel_values"], fields.get("num_patches"))
-            patches = rows.to(weight.device, weight.dtype)
-            times = self.visual.config.temporal_patch_size
-            return self.visual(patches.expand(-1, times, -1, -1, -1)).split(sizes)
+            rows, sizes = joined(fields["pixel_values"], fields.get("num_patches"))
+            return self.visual(rows.to(weight.device, weight.dtype)).split(sizes)
         if fields.get("audio_levels") is not None:
             assert self.audio is not None
-            rows, sizes = _joined(fields["audio_levels"], fields.get("num_frames"))
+            rows, sizes = joined(fields["audio_levels"], fields.get("num_frames"))
             return self.audio(rows.to(self.audio.final_norm.weight.device)).split(sizes)
         return ()
 
@@ -307,13 +306,6 @@ def largest_square(settings: ImageSettings, tokens: int) -> int:
     """Side of the largest square picture that takes at most `tokens`, at least 1."""
     sides = range(1, settings.patch_size * (tokens + 1))
     return max(1, bisect_right(sides, tokens, key=lambda side: settings.tokens(side, side)))
-
-
-def _joined(items: Any, sizes: Any) -> tuple[Tensor, list[int]]:
-    """All rows and the rows of each item; the engine gives a list of items or one tensor."""
-    if isinstance(items, list | tuple):
-        return torch.cat(list(items)), [len(item) for item in items]
-    return items, [int(size) for size in sizes]
 
 
 def _known(options: Mapping[str, Any], names: Sequence[str], where: str) -> Mapping[str, Any]:

@@ -247,7 +247,8 @@ def dmel_levels(samples: Any, settings: AudioSettings) -> Tensor:
     """dMel levels of one clip: the log energy of each mel bin, as one of a few levels.
 
     Args:
-        samples: floating-point mono waveform [n] at `settings.sampling_rate`, n >= 1.
+        samples: floating-point mono waveform [n] at `settings.sampling_rate`, n >= 1; a tensor
+            is read on its own device, and its levels stay there.
 
     Returns:
         int32 `[ceil(n / hop), mel_bins]`, values in [0, levels).
@@ -265,15 +266,20 @@ def dmel_levels(samples: Any, settings: AudioSettings) -> Tensor:
             f"{count} ({count * seconds:g} s); send a shorter one or raise max_audio_tokens in "
             "--mm-processor-kwargs"
         )
+    if not bool(torch.isfinite(wave).all()):
+        raise ValueError("audio needs finite samples; found NaN or infinity; repair the recording")
+    return _levels(wave, settings)
+
+
+def _levels(wave: Tensor, settings: AudioSettings) -> Tensor:
+    """Levels of a checked clip, on its device; a CUDA graph can hold this part."""
+    count = settings.tokens(wave.numel())
     before = settings.n_fft - settings.hop_length
     after = count * settings.hop_length - wave.numel()
     wave = torch.nn.functional.pad(wave, (before, after))
     frames = wave.unfold(0, settings.n_fft, settings.hop_length)
-    filters = mel_filters(settings.sampling_rate, settings.n_fft, settings.mel_bins)
-    centres = torch.linspace(settings.low, settings.high, settings.levels, dtype=torch.float64)
-    centres = centres.float()
-    window = _window(settings.window_size, settings.n_fft)
-    levels = torch.empty(count, settings.mel_bins, dtype=torch.int32)
+    filters, centres, window = _audio_tables(settings, wave.device)
+    levels = torch.empty(count, settings.mel_bins, dtype=torch.int32, device=wave.device)
     for start in range(0, count, FRAMES_AT_ONCE):
         part = frames[start : start + FRAMES_AT_ONCE]
         power = torch.view_as_real(torch.fft.rfft(part * window)).square().sum(-1)
@@ -283,6 +289,15 @@ def dmel_levels(samples: Any, settings: AudioSettings) -> Tensor:
         nearest = (energy.unsqueeze(-1) - centres).abs().argmin(dim=-1)
         levels[start : start + FRAMES_AT_ONCE] = nearest
     return levels
+
+
+@lru_cache(maxsize=8)
+def _audio_tables(settings: AudioSettings, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Mel filters, centres of the levels and the window of `settings`, on `device`."""
+    filters = mel_filters(settings.sampling_rate, settings.n_fft, settings.mel_bins)
+    centres = torch.linspace(settings.low, settings.high, settings.levels, dtype=torch.float64)
+    window = _window(settings.window_size, settings.n_fft)
+    return filters.to(device), centres.float().to(device), window.to(device)
 
 
 @lru_cache(maxsize=8)
@@ -347,11 +362,11 @@ def _picture(image: Any) -> Image.Image:
 
 
 def _waveform(samples: Any) -> Tensor:
-    """Float32 [n] of what the engine hands over, checked."""
+    """Float32 [n] of what the engine hands over, of the right type and rank."""
     if isinstance(samples, np.ndarray) and samples.dtype.kind == "f":
         wave = torch.from_numpy(np.array(samples, dtype=np.float32))
     elif isinstance(samples, Tensor) and samples.is_floating_point():
-        wave = samples.detach().to("cpu", torch.float32)
+        wave = samples.detach().float()
     else:
         found = getattr(samples, "dtype", type(samples).__name__)
         raise ValueError(
@@ -365,8 +380,6 @@ def _waveform(samples: Any) -> Tensor:
         )
     if wave.numel() == 0:
         raise ValueError("audio needs at least one sample; found none; send a non-empty clip")
-    if not bool(torch.isfinite(wave).all()):
-        raise ValueError("audio needs finite samples; found NaN or infinity; repair the recording")
     return wave
 
 

@@ -38,7 +38,11 @@ class NormWeight(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Patches `[N, time, patch, patch, channels]` to embeddings `[N, width]`."""
+    """Patches `[N, time, patch, patch, channels]` to embeddings `[N, width]`.
+
+    A still picture fills all its time slots alike, so `time` may be 1: the stages before time is
+    folded then see each pixel once.
+    """
 
     def __init__(self, config: VisionConfig, ops: TowerOps) -> None:
         super().__init__()
@@ -60,6 +64,8 @@ class VisionTower(nn.Module):
     def _embed(self, x: Tensor) -> Tensor:
         count, last, eps = x.shape[0], len(self.stages) - 1, self.config.norm_eps
         for index, stage in enumerate(self.stages):
+            if stage.time > 1 and x.shape[1] == 1:
+                x = x.expand(-1, self.config.temporal_patch_size, -1, -1, -1)
             x = self.layers[f"linear_{index}"](fold(x, stage.time, stage.side))
             if index < last:
                 weight = self.layers.get_parameter(f"norm_{index}.weight")

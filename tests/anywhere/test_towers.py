@@ -85,6 +85,16 @@ def test_vision_tower_equals_transformers(patch, temporal, stages, dtype):
     assert (ours(patches) - expected).abs().max().item() <= 1e-6
 
 
+@pytest.mark.parametrize("temporal", [1, 2, 4])
+def test_one_time_slot_stands_for_all_of_a_still_picture(temporal):
+    config = VisionConfig(96, 8, temporal, 3, 4, 1e-6)
+    ours = randomised(towers.VisionTower(config, OPS), torch.float32)
+    still = torch.randn(5, 1, 8, 8, 3)
+    everywhere = ours(still.expand(-1, temporal, -1, -1, -1))
+    # A matrix product of another height may add in another order.
+    assert (ours(still) - everywhere).abs().max() <= 5e-6
+
+
 def test_vision_tower_of_the_released_checkpoints():
     assert plan_stages(40, 2, 3, 4, 6144) == (
         Stage(1, 5, 75, 128),
