@@ -8,11 +8,13 @@ leaves nothing behind, as in the model's own template.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from inkling_portable.chat import markers
+from inkling_portable.chat.payload import escape_surrogates
 
 _ROLE_MARKERS = {
     "user": markers.USER,
@@ -121,7 +123,7 @@ def _assistant_blocks(message: Mapping[str, Any], names: dict[str, str]) -> Iter
         name, arguments = _call(call)
         if call.get("id"):
             names[str(call["id"])] = name
-        payload = f'{{"name":{canonical(name)},"args":{canonical(arguments)}}}'
+        payload = f'{{"name":{canonical(name)},"args":{arguments}}}'
         yield from _block("assistant", markers.CALL, payload, author=name)
 
 
@@ -176,24 +178,30 @@ def _only_text(content: Any) -> str:
     return "".join(text for _, text in parts)
 
 
-def _call(call: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Name and arguments of an earlier call, whose arguments come as JSON text or as an object."""
+def _call(call: Mapping[str, Any]) -> tuple[str, str]:
+    """Name and JSON arguments of an earlier call, given as JSON text or as an object.
+
+    Text that is no JSON, such as a call that was cut short, goes back as a JSON string: the answer
+    that held it cannot be unsaid, and refusing it would end the conversation.
+    """
     function = _mapping(call.get("function", {}), "a tool call's function")
     name = function.get("name")
     if not isinstance(name, str):
         raise ValueError("a tool call needs the name of its function")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the arguments of the call to {name} are no JSON ({error})") from None
-    if not isinstance(arguments, Mapping):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments, parse_constant=_refuse) if arguments.strip() else {}
+    elif not isinstance(arguments, Mapping):
         raise ValueError(
-            f"the arguments of the call to {name} must be a JSON object; found a "
+            f"the arguments of the call to {name} must be JSON text or an object; found a "
             f"{type(arguments).__name__}"
         )
-    return name, arguments
+    return name, canonical(arguments)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def declarations(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -233,9 +241,11 @@ def check_schema(name: str, parameters: Any) -> None:
 
 
 def canonical(value: Any) -> str:
-    """JSON as the model was trained on it: sorted keys, no spaces, nothing escaped, no NaN."""
+    """JSON as the model was trained on it: sorted keys, no spaces, no NaN, and nothing escaped but
+    halves of surrogate pairs, which are no text.
+    """
     try:
-        return json.dumps(
+        written = json.dumps(
             value,
             ensure_ascii=False,
             allow_nan=False,
@@ -245,6 +255,7 @@ def canonical(value: Any) -> str:
         )
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a value cannot be written as JSON: {error}") from None
+    return escape_surrogates(written)
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ vLLM makes its pairs, and so nothing has to be handed over as text and parsed ag
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 import uuid
@@ -26,6 +27,7 @@ from vllm.tool_parsers.abstract_tool_parser import (
     ExtractedToolCallInformation,
     ToolParser,
 )
+from vllm.v1.structured_output import utils as structured_output
 
 from inkling_portable.chat import grammar, markers
 from inkling_portable.chat.blocks import (
@@ -269,7 +271,12 @@ class InklingToolParser(ToolParser):
         """Constrain required, named and strict calls. Raises ValueError for an unknown name."""
         request.skip_special_tokens = False
         if _wants_calls(request):
-            constrain(request, tools=_declared(request.tools))
+            tools, choice = _declared(request.tools), request.tool_choice
+            if getattr(choice, "type", None) == "allowed_tools":
+                # vLLM itself reads no calls under this choice; under its mode it does.
+                tools = _allowed(tools, choice)
+                request.tool_choice = choice.mode
+            constrain(request, tools)
         return request
 
     def extract_tool_calls(self, model_output: str, request: Any) -> Any:
@@ -351,12 +358,27 @@ def _declared(tools: Iterable[Any]) -> list[dict[str, Any]]:
     return declared
 
 
+def _allowed(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
+    """The declared tools that an `allowed_tools` choice names; strict, for a grammar to hold it.
+
+    Raises ValueError if it names none of them.
+    """
+    names = {tool.get("name") for tool in choice.tools}
+    allowed = [{**tool, "strict": True} for tool in tools if tool["name"] in names]
+    if not allowed:
+        declared = ", ".join(tool["name"] for tool in tools)
+        raise ValueError(
+            f"tool_choice allows {', '.join(sorted(map(str, names))) or 'no tools'} and the "
+            f"request declares {declared}; allow one of its tools"
+        )
+    return allowed
+
+
 def _choice(choice: Any) -> str | None:
     """`none`, `auto`, `required` or a function's name, from any form of tool_choice."""
     if choice is None or isinstance(choice, str):
         return choice
-    named = getattr(getattr(choice, "function", choice), "name", None)
-    return str(named) if named else str(getattr(choice, "mode", "auto"))
+    return str(getattr(choice, "function", choice).name)
 
 
 def constrain(request: Any, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -377,7 +399,7 @@ def constrain(request: Any, tools: Sequence[Mapping[str, Any]]) -> None:
     tag = grammar.structural_tag(
         tools,
         _choice(request.tool_choice) if tools else None,
-        grammar.output_format(_dump(shape), _dump(constraint)),
+        grammar.output_format(_dump(shape), _without_lark(_dump(constraint))),
         parallel=getattr(request, "parallel_tool_calls", True) is not False,
     )
     if tag is None:
@@ -392,12 +414,45 @@ def constrain(request: Any, tools: Sequence[Mapping[str, Any]]) -> None:
             setattr(request, flag, True)
 
 
+def _without_lark(constraint: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """`constraint` with a Lark grammar in EBNF, the one notation that structural tags hold.
+
+    Raises ValueError for a grammar that is neither.
+    """
+    written = (constraint or {}).get("grammar")
+    if not written or not structured_output.grammar_is_likely_lark(written):
+        return constraint
+    # vLLM 0.33 leaves the conversion to xgrammar, which in older versions has none.
+    convert = getattr(structured_output, "convert_lark_to_ebnf", None)
+    if convert is None:
+        from xgrammar import Grammar
+
+        convert = Grammar.from_lark
+    try:
+        return {"grammar": str(convert(written))}
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"the grammar is no Lark: {str(error)[:200]}") from None
+
+
 def _dump(value: Any) -> Mapping[str, Any] | None:
     if value is None or isinstance(value, Mapping):
         return value
     if hasattr(value, "model_dump"):
         return dict(value.model_dump(by_alias=True))
     return dict(vars(value))
+
+
+class _Kept(list[Any]):
+    """Messages, and what their tool calls were before vLLM empties arguments that are no JSON."""
+
+    def __init__(self, messages: Sequence[Any]) -> None:
+        super().__init__(messages)
+        self.as_sent = [
+            {**message, "tool_calls": copy.deepcopy(list(message["tool_calls"]))}
+            if isinstance(message, Mapping) and message.get("tool_calls")
+            else message
+            for message in messages
+        ]
 
 
 class PortableRenderer(InklingRenderer):
@@ -408,7 +463,14 @@ class PortableRenderer(InklingRenderer):
         tokenizer = self.get_tokenizer()
         self._encoder = Encoder(tokenizer.get_vocab(), plain_text_encoder(tokenizer))
 
+    def render_messages(self, messages: Any, params: Any) -> Any:
+        return super().render_messages(_Kept(messages), params)
+
+    async def render_messages_async(self, messages: Any, params: Any) -> Any:
+        return await super().render_messages_async(_Kept(messages), params)
+
     def _render(self, messages: Sequence[Any], params: Any) -> list[int]:
+        messages = messages.as_sent if isinstance(messages, _Kept) else messages
         kwargs = params.chat_template_kwargs or {}
         if kwargs.get("continue_final_message"):
             raise ValueError(
@@ -436,6 +498,11 @@ def plain_text_encoder(tokenizer: Any) -> Any:
     own.encode_special_tokens = True
 
     def encode(text: str) -> list[int]:
-        return list(own.encode(text, add_special_tokens=False).ids)
+        try:
+            return list(own.encode(text, add_special_tokens=False).ids)
+        except TypeError:
+            raise ValueError(
+                "text holds half of a surrogate pair, which is no character; send valid Unicode"
+            ) from None
 
     return encode

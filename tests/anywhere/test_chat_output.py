@@ -104,8 +104,8 @@ CASES: dict[str, tuple[str, Answer]] = {
         ("", "", [("f", '{"a": 1}')]),
     ),
     "args before name": (
-        call('{"args":{"a":1},"name":"f"}'),
-        ("", "", [("f", '{"a": 1}')]),
+        call('{"args":{"a": 1e999,"b":2},"name":"f"}'),
+        ("", "", [("f", '{"a": 1e999,"b":2}')]),
     ),
     "args as a string": (
         call('{"name":"f","args":"{\\"a\\":1}"}'),
@@ -115,10 +115,31 @@ CASES: dict[str, tuple[str, Answer]] = {
     "null args": (call('{"name":"f","args":null}'), ("", "", [("f", "{}")])),
     "name in the header only": (
         call('{"args":{"a":1}}', "weather"),
-        ("", "", [("weather", '{"a": 1}')]),
+        ("", "", [("weather", '{"a":1}')]),
     ),
     "no name at all": (call('{"args":{"a":1}}', ""), ("", '{"args":{"a":1}}', [])),
     "no JSON": (call("weather(SF)"), ("", "weather(SF)", [])),
+    "nothing in it": (call("", "now") + m.END_SAMPLING, ("", "now", [])),
+    "half a surrogate pair": (
+        call('{"name":"f","args":{"a":"\\ud800"}}'),
+        ("", "", [("f", '{"a":"\\ud800"}')]),
+    ),
+    "half a pair in a string of arguments": (
+        call('{"args":"{\\"a\\":\\"\\ud800\\"}","name":"f"}'),
+        ("", "", [("f", '{"a":"\\ud800"}')]),
+    ),
+    "half a pair for a name": (
+        call('{"name":"\\ud800","args":{}}', ""),
+        ("", '{"name":"\\ud800","args":{}}', []),
+    ),
+    "a number of 5,000 digits": (
+        call('{"args":{"a":' + "9" * 5000 + '},"name":"f"}'),
+        ("", "", [("f", '{"a":' + "9" * 5000 + "}")]),
+    ),
+    "5,000 levels": (
+        call('{"name":"f","args":' + '{"a":' * 5000 + "1" + "}" * 5001),
+        ("", "", [("f", '{"a":' * 5000 + "1" + "}" * 5000)]),
+    ),
     "cut before the arguments": (f'f{m.CALL}{{"name":"f","ar', ("", '{"name":"f","ar', [])),
     "cut in the arguments": (
         f'f{m.CALL}{{"name":"f","args":{{"a":"b',
@@ -250,6 +271,27 @@ def test_a_later_call_needs_no_earlier_block() -> None:
     """A turn may begin with a call: the header of the prompt is all that stood before it."""
     text = call('{"name":"f","args":{"a":1}}', "")
     assert parse(text) == ("", "", [("f", '{"a":1}')])
+
+
+@pytest.mark.parametrize(
+    "payload",
+    ["{", '{"name":"f",}', '{"name":"f"', '{5:1,"name":"f"}', '{"name" "f"}', '{"name":}',
+     '{"name":"f"}}', "[1]", '"f"', '{"name":"f";"args":{}}', "{" * 9000],
+)  # fmt: skip
+def test_broken_payloads_are_text(payload: str) -> None:
+    assert parse([call(payload)]) == parse(call(payload)) == ("", payload, [])
+
+
+def test_time_of_a_long_payload_in_no_usual_order() -> None:
+    """The time per token may not grow with what was kept before."""
+
+    def cost(tokens: int) -> float:
+        pieces = ["abcd"] * tokens
+        started = time.process_time()
+        parse([f'f{m.CALL}{{"args":{{"a":"', *pieces, f'"}},"name":"f"}}{m.END_MESSAGE}'])
+        return (time.process_time() - started) / tokens
+
+    assert min(cost(100_000) for _ in range(2)) < 3 * min(cost(5_000) for _ in range(3))
 
 
 def test_arguments_grow_while_they_are_generated() -> None:

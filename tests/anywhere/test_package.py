@@ -192,7 +192,7 @@ def test_layers_allow_the_rest(where: str, source: str) -> None:
     assert violations(where, source) == []
 
 
-CHAT = {"jsonschema", "tokenizers", "tqdm"}
+CHAT = {"jsonschema", "tokenizers", "tqdm", "xgrammar"}
 """Also come with vLLM."""
 
 

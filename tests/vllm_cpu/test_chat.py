@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.parser.parser_manager import ParserManager
 from vllm.renderers.inkling import _HfBackedTmlTokenizer
 from vllm.renderers.inkling_encoding import render_inkling_messages
 
 from inkling_portable import plugin
 from inkling_portable.chat import markers as m
+from inkling_portable.chat.blocks import BlockParser, CallArguments, CallBegins, MarkerPattern
 from inkling_portable.chat.rendering import Encoder, render
 from inkling_portable.chat.serving import plain_text_encoder
 from inkling_portable.commands.tiny_tokenizer import write_tokenizer
@@ -170,6 +173,36 @@ def test_a_spelt_marker_stays_text(
     assert words in tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [
+        ('{"city":"S', '"{\\"city\\":\\"S"'),
+        ("no json", '"no json"'),
+        ('{"a":NaN}', '"{\\"a\\":NaN}"'),
+        ("[1, 2]", "[1,2]"),
+        ("5", "5"),
+        ('{"b":1,"a":"\\ud800"}', '{"a":"\\ud800","b":1}'),
+        ("[" * 5000, json.dumps("[" * 5000)),
+    ],
+)
+def test_a_broken_call_can_be_told_again(encoder: Encoder, arguments: str, rendered: str) -> None:
+    """What the parser gave to a client comes back, and the parser would give it again."""
+    call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+    text = shown(render([{"role": "assistant", "tool_calls": [call]}]))
+    payload = f'{{"name":"f","args":{rendered}}}'
+    assert f"{m.MODEL}f{m.CALL}{payload}{m.END_MESSAGE}" in text
+    encoder.encode(render([{"role": "assistant", "tool_calls": [call]}]))
+    [begins, *more] = BlockParser(MarkerPattern([])).feed(f"f{m.CALL}{payload}{m.END_MESSAGE}")
+    assert isinstance(begins, CallBegins)
+    told = "".join(event.text for event in more if isinstance(event, CallArguments))
+    assert told == arguments or json.loads(told) == json.loads(arguments)
+
+
+def test_half_a_surrogate_pair_is_a_sentence(encoder: Encoder) -> None:
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        encoder.encode(render([user("\ud800")]))
+
+
 BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
     "role": ([user("x"), {"role": "robot", "content": "x"}], "message 1: role must be one of"),
     "no role": ([{"content": "x"}], "message 0: role must be one of"),
@@ -181,13 +214,9 @@ BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
         "needs the name of its function",
     ),
-    "arguments that are no JSON": (
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{a"}}]}],
-        "the arguments of the call to f are no JSON",
-    ),
-    "arguments that are no object": (
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
-        "must be a JSON object",
+    "arguments that are no text": (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}],
+        "must be JSON text or an object",
     ),
     "NaN": (
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": NAN}}]}],
@@ -273,7 +302,7 @@ def streamed(parser: Any, pieces: list[str], asked: ChatCompletionRequest, ids: 
     return reasoning, content, calls
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "100 KB of arguments"])
+@pytest.mark.parametrize("case", [case for case, (text, _) in CASES.items() if len(text) < 4000])
 def test_streams_equal_whole_answers(tokenizer: Any, case: str) -> None:
     """With both parsers, through the object that vLLM's server calls, token by token and worse."""
     output, expected = CASES[case]
@@ -332,6 +361,74 @@ def test_any_cut_of_a_stream(tokenizer: Any, sizes: list[int]) -> None:
     pieces.append(output[at:])
     made = parser_for(tokenizer)
     assert streamed(made, pieces, request(), lambda piece: tokenizer.encode(piece)) == expected
+
+
+# --- grammars -----------------------------------------------------------------------------------
+
+LARK = 'start: "yes" | "no"'
+OPTIONS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "regex": ({"structured_outputs": {"regex": "[0-9]{2}"}}, ["42"], ["4", "x1"]),
+    "choice": ({"structured_outputs": {"choice": ["a b", "<|x"]}}, ["a b", "<|x"], ["c"]),
+    "EBNF": ({"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}}, ["no"], ["maybe"]),
+    "Lark": ({"structured_outputs": {"grammar": LARK}}, ["yes"], ["maybe"]),
+    "JSON": ({"structured_outputs": {"json": {"type": "integer"}}}, ["7"], ['"7"']),
+    "any object": ({"response_format": {"type": "json_object"}}, ['{"a":[1]}'], ["[1]"]),
+}  # fmt: skip
+
+
+def accepted(tag: str, output: str) -> bool:
+    """Whether xgrammar, which compiles it in the engine, lets the whole output through."""
+    letters = [bytes([code]) for code in range(256)]
+    info = xgrammar.TokenizerInfo([*letters, b"the end"], stop_token_ids=[len(letters)])
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_structural_tag(tag))
+    return matcher.accept_string(output) and matcher.accept_token(len(letters))
+
+
+@pytest.mark.parametrize("tools", [False, True], ids=["no tools", "tools"])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_formats_hold_the_answer_behind_its_opener(tokenizer: Any, case: str, tools: bool) -> None:
+    options, good, bad = OPTIONS[case]
+    fields = {"tools": TOOLS, "tool_choice": "auto"} if tools else {}
+    asked = ChatCompletionRequest(messages=[user("x")], model="m", **options, **fields)
+    asked = parser_for(tokenizer).adjust_request(asked)
+    assert asked.response_format is None and asked.skip_special_tokens is False
+    tag = asked.structured_outputs.structural_tag
+    thought = f"{m.THINKING}hm{m.END_MESSAGE}{m.MODEL}"
+    for before in ("", thought, thought * 2):
+        for text in good:
+            assert accepted(tag, f"{before}{m.TEXT}{text}{m.END_MESSAGE}"), (before, text)
+        for text in bad:
+            assert not accepted(tag, f"{before}{m.TEXT}{text}{m.END_MESSAGE}"), (before, text)
+        called = f'{before}now{m.CALL}{{"name":"now","args":{{}}}}{m.END_MESSAGE}'
+        assert accepted(tag, called) is tools
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(tokenizer: Any, mode: str) -> None:
+    """Of the Responses interface: only some of the declared tools may be, or must be, called."""
+    tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in "fg"]
+    choice: dict[str, Any] = {"type": "allowed_tools", "mode": mode}
+    choice["tools"] = [{"type": "function", "name": "f"}]
+    asked = ResponsesRequest(input="x", tools=tools, tool_choice=choice)
+    parser = parser_for(tokenizer)
+    tag = parser.adjust_request(asked).structured_outputs.structural_tag
+    calls = {name: f'{name}{m.CALL}{{"name":"{name}","args":{{}}}}{m.END_MESSAGE}' for name in "fg"}
+    assert accepted(tag, calls["f"]) and not accepted(tag, calls["g"])
+    assert accepted(tag, f"{m.TEXT}x{m.END_MESSAGE}") is (mode == "auto")
+    # The call is then read as one.
+    assert whole(parser, calls["f"], asked) == ("", "", [("f", "{}")])
+    choice["tools"] = [{"type": "function", "name": "h"}]
+    asked = ResponsesRequest(input="x", tools=tools, tool_choice=choice)
+    with pytest.raises(ValueError, match="tool_choice allows h and the request declares f, g"):
+        parser_for(tokenizer).adjust_request(asked)
+
+
+def test_a_grammar_that_is_none_is_a_sentence(tokenizer: Any) -> None:
+    asked = ChatCompletionRequest(
+        messages=[user("x")], model="m", structured_outputs={"grammar": "start: ((("}
+    )
+    with pytest.raises(ValueError, match="the grammar is no Lark"):
+        parser_for(tokenizer).adjust_request(asked)
 
 
 def test_reasoning_is_counted(tokenizer: Any) -> None:

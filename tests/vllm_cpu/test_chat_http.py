@@ -138,11 +138,50 @@ def test_max_tokens_inside_a_call(chat: Chat) -> None:
     assert streamed == ("", "", [("f", arguments)]) and reason == "length"
 
 
+def test_a_call_that_was_cut_goes_back_as_it_was(chat: Chat) -> None:
+    """An agent sends its history again; what the model had written is not lost, nor an error."""
+
+    def prompt_tokens(arguments: str) -> int:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [*ASK, {"role": "assistant", "tool_calls": [call]}, *ASK]
+        return int(chat.ask(PLAIN, messages, tools=TOOLS).usage.prompt_tokens)
+
+    assert prompt_tokens('{"a":"bcd') > prompt_tokens("{}") + 5
+
+
 def test_stop_strings(chat: Chat) -> None:
     text = f"{m.TEXT}one two three{m.END_MESSAGE}"
     expected = ("", "one ", []), "stop"
     assert whole(chat.ask(text, stop=["two"])) == expected
     assert chat.stream(text, stop=["two"]) == expected
+
+
+def test_a_stop_string_can_be_shown(chat: Chat) -> None:
+    text = f"{m.TEXT}one two three{m.END_MESSAGE}"
+    body = {**chat.say(text), "include_stop_str_in_output": True}
+    answer = chat.openai.chat.completions.create(
+        model=chat.server.name, messages=ASK, max_tokens=90, stop=["two"], extra_body=body
+    )
+    assert whole(answer) == (("", "one two", []), "stop")
+
+
+def test_several_answers_and_no_reasoning(chat: Chat) -> None:
+    """n > 1 has a machine for each answer, and reasoning is left out where nobody wants it."""
+    text = THOUGHT + f'f{m.CALL}{{"name":"f","args":{{"a":1}}}}{m.END_MESSAGE}'
+    options = {"messages": ASK, "tools": TOOLS, "n": 2, "max_tokens": 90, "temperature": 0.5}
+    body = {**chat.say(text), "include_reasoning": False}
+    ask = chat.openai.chat.completions.create
+    answer = ask(model=chat.server.name, extra_body=body, **options)
+    for choice in answer.choices:
+        assert not getattr(choice.message, "reasoning", None)
+        assert [c.function.arguments for c in choice.message.tool_calls] == ['{"a":1}']
+    told = {0: "", 1: ""}
+    for chunk in ask(model=chat.server.name, extra_body=body, stream=True, **options):
+        for choice in chunk.choices:
+            assert not getattr(choice.delta, "reasoning", None)
+            for part in choice.delta.tool_calls or ():
+                told[choice.index] += part.function.arguments or ""
+    assert told == {0: '{"a":1}', 1: '{"a":1}'}
 
 
 PLAIN = f"{m.TEXT}I would rather not.{m.END_MESSAGE}"
