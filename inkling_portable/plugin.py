@@ -49,7 +49,7 @@ def register() -> None:
     _register_drafting()
     _register_chat()
     _register_adapter_answers()
-    _register_audio_answers()
+    _register_media_answers()
     # vLLM refuses adapters for any architecture called Inkling unless this says that the in-tree
     # model's fused collective is off. Our collectives choose by themselves whether an adapter's
     # partial sums suit them, so LAMPORT_RS_SCONV, which that collective really reads, stays free.
@@ -236,29 +236,34 @@ def _register_adapter_answers() -> None:
     OpenAIServingModels.load_lora_adapter = load_lora_adapter
 
 
-def _register_audio_answers() -> None:
-    """Have vLLM's HTTP server answer 400, and not 500, to audio that breaks off.
+def _register_media_answers() -> None:
+    """Have vLLM's HTTP server answer 400, and not 500, to broken audio and decompression bombs.
 
-    It passes on what libsndfile raises at a file of a known kind that it cannot read, which is no
-    ValueError. As above, only a server reads media, and has imported how.
+    It passes on what libsndfile raises at a file of a known kind that it cannot read, and what
+    Pillow raises at a picture of very many pixels; neither is a ValueError. As above, only a server
+    reads media, and has imported how.
     """
     if "vllm.multimodal.media.audio" not in sys.modules:
         return
     from vllm.multimodal.media.audio import AudioMediaIO
+    from vllm.multimodal.media.image import ImageMediaIO
 
     def with_sentence(load: Any) -> Any:
         @functools.wraps(load)
         def decode(*args: Any, **kwargs: Any) -> Any:
             try:
                 return load(*args, **kwargs)
-            except RuntimeError as error:
-                if type(error).__module__ != "soundfile":
-                    raise
-                raise ValueError(f"audio needs a whole file; {error}; send it again") from error
+            except Exception as error:
+                kind = f"{type(error).__module__}.{type(error).__name__}"
+                if kind.startswith("soundfile.") and isinstance(error, RuntimeError):
+                    raise ValueError(f"audio needs a whole file; {error}; send it again") from error
+                if kind == "PIL.Image.DecompressionBombError":
+                    raise ValueError(f"an image needs fewer pixels; {error}; scale it") from error
+                raise
 
         return decode
 
-    first = AudioMediaIO.load_bytes
-    if not hasattr(first, "__wrapped__"):
-        AudioMediaIO.load_bytes = with_sentence(first)
+    if not hasattr(AudioMediaIO.load_bytes, "__wrapped__"):
+        AudioMediaIO.load_bytes = with_sentence(AudioMediaIO.load_bytes)
         AudioMediaIO.load_file = with_sentence(AudioMediaIO.load_file)
+        ImageMediaIO.load_bytes = with_sentence(ImageMediaIO.load_bytes)

@@ -107,7 +107,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     arguments = [
         *memory_arguments("64M"), "--dtype", "float32", "--max-model-len", "2048",
         "--block-size", "16", "--tokenizer-mode", "inkling",
-        "--allowed-local-media-path", str(files),
+        "--allowed-local-media-path", str(files), "--allowed-media-domains", "media.example",
         "--mm-processor-kwargs", '{"max_image_tokens": 900, "max_audio_tokens": 100}',
         "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8",
     ]  # fmt: skip
@@ -182,6 +182,89 @@ def test_image_and_audio_in_one_prompt(service: Service) -> None:
     assert both == bare + 2 * (3 + IMAGE_TOKENS) + 4 + AudioSettings().tokens(8_000)
 
 
+def encoded(picture: Image.Image, kind: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, format=kind, **options)
+    return out.getvalue()
+
+
+def turned() -> bytes:
+    """A JPEG that is to be shown after a quarter turn."""
+    exif = Image.Exif()
+    exif[Image.ExifTags.Base.Orientation] = 6
+    return encoded(Image.fromarray(PIXELS), "JPEG", exif=exif)
+
+
+STILL = Image.fromarray(PIXELS)
+FRAMES = [Image.fromarray(pixels) for pixels in (PIXELS[::-1], PIXELS[:, ::-1])]
+
+
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        (encoded(STILL.convert("CMYK"), "JPEG"), (45, 31)),
+        (encoded(STILL.quantize(16), "PNG", transparency=3), (45, 31)),
+        (encoded(STILL.convert("L"), "PNG"), (45, 31)),
+        (encoded(STILL.convert("RGBA"), "WEBP"), (45, 31)),
+        (encoded(STILL, "GIF", save_all=True, append_images=FRAMES), (45, 31)),
+        (encoded(Image.new("RGB", (1, 1)), "BMP"), (1, 1)),
+        (turned(), (31, 45)),
+    ],
+    ids=["CMYK", "palette", "grey", "WebP", "animated", "one pixel", "EXIF"],
+)
+def test_pictures_of_every_kind(service: Service, data: bytes, size: tuple[int, int]) -> None:
+    """vLLM decodes: the first frame, in colours, and as the file says that it is to be shown."""
+    bare = service.prompt_tokens(text("look"))
+    expected = ImageSettings(patch_size=16).tokens(*size)
+    assert service.prompt_tokens(text("look"), image(data)) == bare + 3 + expected
+
+
+@pytest.mark.parametrize(
+    "wave", [tone(1), np.zeros(800, np.float32)], ids=["one sample", "silence"]
+)
+def test_clips_with_next_to_nothing(service: Service, wave: np.ndarray) -> None:
+    bare = service.prompt_tokens(text("hear"))
+    assert service.prompt_tokens(text("hear"), audio(wav(wave))) == bare + 4 + 1
+
+
+def bomb(side: int) -> bytes:
+    """A small PNG of very many black pixels."""
+    line = zlib.compressobj(9)
+    data = b"".join(line.compress(bytes(1 + side // 8)) for _ in range(side)) + line.flush()
+    out = b"\x89PNG\r\n\x1a\n"
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    for name, part in ((b"IHDR", header), (b"IDAT", data), (b"IEND", b"")):
+        out += struct.pack(">I", len(part)) + name + part
+        out += struct.pack(">I", zlib.crc32(name + part))
+    return out
+
+
+def an_hour() -> bytes:
+    out = io.BytesIO()
+    with soundfile.SoundFile(out, "w", 16_000, 1, format="FLAC") as file:
+        for _ in range(60):
+            file.write(np.zeros(60 * 16_000, dtype=np.int16))
+    return out.getvalue()
+
+
+def test_files_that_unpack_to_gigabytes(service: Service) -> None:
+    """Refused, and what was unpacked on the way is given back."""
+    parts = [image(bomb(20_000)), image(bomb(12_000)), audio(an_hour())]
+    service.prompt_tokens(image(png()), audio(wav(tone(800))))
+    before = sum(service.server.memory_gib().values())
+    for part in parts * 2:
+        with pytest.raises(openai.APIStatusError) as error:
+            service.prompt_tokens(part)
+        assert 400 <= error.value.status_code < 500, error.value.message
+    assert service.prompt_tokens(image(png())) > IMAGE_TOKENS
+    assert sum(service.server.memory_gib().values()) < before + 0.2
+
+
+def test_an_opener_in_text_is_text(service: Service) -> None:
+    bare = service.prompt_tokens(text("look"), image(png()))
+    assert service.prompt_tokens(text("look <|content_image|>"), image(png())) > bare + 5
+
+
 def empty_png() -> bytes:
     """A well-formed file of 0x4 pixels, which libraries do not write."""
     out = b"\x89PNG\r\n\x1a\n"
@@ -227,12 +310,13 @@ def float_wav(wave: np.ndarray) -> bytes:
         (audio(wav(tone(16_000 * 6))), "at most 100 tokens (5 s); this clip takes 120 (6 s)"),
         (audio(float_wav(NOT_A_NUMBER)), "audio needs finite samples"),
         (image_url("file:///etc/hostname"), None),
-        (text("<|content_image|>"), None),
+        (image_url("http://127.0.0.1:9/picture.png"), "media.example"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, None),
     ],
     ids=["not an image", "cut image", "large image", "audio as image", "no bytes of image",
          "no pixels", "text as image", "not audio", "no bytes of audio", "cut audio", "rate 0",
          "no samples", "image as audio", "long audio", "NaN audio", "file outside",
-         "opener in text"],
+         "another domain", "video"],
 )  # fmt: skip
 def test_bad_media_is_the_clients_error(
     service: Service, content: dict[str, Any], sentence: str | None
