@@ -165,11 +165,13 @@ def compile_job(work: Job) -> Report:
 
     import triton
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     kernel: Any = importlib.import_module(work.module)
     for part in work.kernel.split("."):
         kernel = getattr(kernel, part)
-    source = ASTSource(
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = kind(
         kernel,
         dict(work.signature),
         dict(work.constants),

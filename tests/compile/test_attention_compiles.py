@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ci.cross_compile import Launch, Report, compile_all, recorded
+from inkling_portable.backends.cuda import rel_attention_hopper as hopper
 from inkling_portable.backends.triton import rel_attention as kernel
 from inkling_portable.backends.triton import rel_attention_fixed as invariant
 from inkling_portable.backends.triton._common import launching_for
@@ -83,6 +84,28 @@ def test_uses_matrix_units_and_wide_loads(arch: str, page: int, bits: int, fixed
     for report in attention:
         assert report.count(MATRIX[arch[:2]]) >= 8, report
         assert report.count(WIDE_LOAD[arch[:2]]) >= 4, report
+
+
+def test_the_hopper_kernel_keeps_its_loops_in_registers() -> None:
+    """A prefill of a local layer: two warpgroups in 227 KiB, few registers in memory."""
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    cache_ = tensor(4096, 2, 128, 256).transpose(1, 2)
+    with launching_for(Target.parse("h200")), recorded() as found:
+        hopper.rel_attention(
+            tensor(16384, 8, 128), cache_[..., :128], cache_[..., 128:], tensor(16384, 8, 512),
+            tensor(1, 128, dtype=torch.int32), tensor(2, dtype=torch.int32),
+            tensor(1, dtype=torch.int32), 16384, 16384, 512, 1 / 128, tensor(16384, 8, 128),
+        )  # fmt: skip
+    (report,) = compile_all(found, ["sm90"])
+    assert report.registers == 168, "three warpgroups share the register file"
+    # Read back once per tile or in the rare ways through the loop: see the note above.
+    assert report.spills <= 160, report
+    assert not [fault for fault in report.faults() if "shared" in fault]
+    assert report.count(r"wgmma\.mma_async") >= 64
+    assert report.count(r"cp\.async\.bulk\.tensor") >= 4
 
 
 def test_gfx950_pipelines_nothing() -> None:

@@ -1,5 +1,6 @@
 """Triton's rel_attention on the accelerator that is present, against its contract."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,16 @@ from inkling_portable.backends.triton import rel_attention as kernel
 from inkling_portable.backends.triton import rel_attention_tuning as tuning
 from inkling_portable.backends.triton.rel_attention_tuning import Plan, Split, Whole
 from inkling_portable.inputs import SeededDraw
+from inkling_portable.numerics import Tolerance
 from inkling_portable.registry import contract
 from inkling_portable.target import Target
-from tests.anywhere.test_triton_attention import OP_FLOAT32, case, fenced
+from tests.anywhere.test_triton_attention import case, fenced
 
 DEVICE = "cuda"
 OP = contract("rel_attention")
+# One running sum over all keys beside a baseline that adds in blocks: up to 6.7 times its error was
+# seen, depending on the CPU that computes it.
+OP_FLOAT32 = replace(OP, tolerances=(Tolerance("twice", 8, "float32: one running sum"),))
 PDL = tuning._has_pdl(Target.detect())
 SPLIT, WHOLE = Split(16, 64, 4, 2, 50, pdl=PDL), Whole(64, 32, 4, 2, pdl=PDL)
 

@@ -14,7 +14,7 @@ from inkling_portable.registry import contract
 from inkling_portable.target import Target
 from tests.anywhere.test_batch_invariance import ROWS, Requests, changed_by_company
 from tests.anywhere.test_fp8_cache import FN, FNUZ, wrongly_rounded
-from tests.anywhere.test_triton_attention import OP_FLOAT32
+from tests.gpu.test_attention_gpu import OP_FLOAT32
 
 OP = contract("rel_attention")
 STORED = FNUZ if Target.detect().arch == "gfx942" else FN

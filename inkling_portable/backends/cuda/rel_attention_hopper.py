@@ -10,6 +10,7 @@ in the accumulator to which q . k is added next. No thread ever touches a bias.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,12 @@ from inkling_portable.backends.triton import rel_attention_tuning as tuning
 from inkling_portable.backends.triton._common import target
 from inkling_portable.backends.triton.rel_attention_tuning import Plan
 
+# Names of Triton 3.6, and of later versions.
+barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier
+reinterpret: Any = getattr(gl.shared_memory_descriptor, "_reinterpret", None)
+reinterpret = reinterpret or gl.shared_memory_descriptor.reinterpret
+load_box: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
 LOG2E = gl.constexpr(1.4426950408889634)
 N = gl.constexpr(128)  # keys of a tile
 D = gl.constexpr(128)  # width of a head
@@ -46,9 +53,9 @@ SPARE_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
-# From here on this kernel was faster on an H200 than the Triton kernels: packed rows of a request,
-# keys of a global layer, rows of a local one.
-LEAST_ROWS, LEAST_KEYS, LEAST_LOCAL_ROWS = 1024, 8192, 32768
+# From here on this kernel was faster on an H200 than the Triton kernels: new tokens times heads in
+# layers without and with a window, and keys without one.
+LEAST_WORK, LEAST_LOCAL_WORK, LEAST_KEYS = 16384, 65536, 8192
 
 
 def serves(
@@ -67,26 +74,32 @@ def serves(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> bool:
-    """Whether `rel_attention` below serves a call and pays: host integers only."""
-    rows, heads, width = q.shape
-    group = heads // k_cache.shape[2]
+    """Whether this file's kernel serves a call and pays: host integers only."""
+    work = min(max_q, q.shape[0]) * q.shape[1]
+    pays = work >= LEAST_LOCAL_WORK if window else work >= LEAST_WORK and max_kv >= LEAST_KEYS
+    plain = k_scale == v_scale == 1
+    return pays and plain and fits(q, k_cache, v_cache, rel, kv_lens, window, scale, out)
+
+
+def fits(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rel: Tensor, kv_lens: Tensor, window: int,
+    scale: float, out: Tensor,
+) -> bool:  # fmt: skip
+    """Whether the kernel can read these tensors."""
     return (
-        min(max_q, rows) * group >= (LEAST_LOCAL_ROWS if window else LEAST_ROWS)
-        and max_kv >= LEAST_KEYS
-        and group in (4, 8)
-        and width == 128
+        q.shape[1] // k_cache.shape[2] in (4, 8)
+        and q.shape[2] == 128
         and k_cache.shape[1] % 128 == 0
+        and k_cache.dtype == q.dtype == torch.bfloat16
         and rel.is_contiguous()
         and rel.numel() < 1 << 31
         and rel.shape[2] >= 512
         and rel.shape[2] % 8 == 0
-        and (window == 0 or window <= rel.shape[2])
+        and window <= rel.shape[2]
         and q.stride(2) == out.stride(2) == 1
         # The matrix that turns the bias round holds 1 / scale in bfloat16.
         and math.frexp(scale)[0] == 0.5
-        and k_cache.dtype == q.dtype == torch.bfloat16
-        and k_scale == v_scale == 1
-        and whole.describe(q, k_cache, v_cache, rel, kv_lens, max_q, max_kv, window).descriptors
+        and whole.describe(q, k_cache, v_cache, rel, kv_lens, 1, 1, window).descriptors
     )
 
 
@@ -106,8 +119,16 @@ def rel_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """The contract of the same name where `serves` holds; short requests go to the split kernel."""
+    """The contract of the same name; what the kernel does not fit, short requests among it, goes
+    to the Triton kernels."""
     whole._check(q, k_cache, v_cache, rel, pages, q_starts, kv_lens, window, out)
+    fitting = k_scale == v_scale == 1 and kv_lens.shape[0] and q.shape[0]
+    if not fitting or not fits(q, k_cache, v_cache, rel, kv_lens, window, scale, out):
+        whole.rel_attention(
+            q, k_cache, v_cache, rel, pages, q_starts, kv_lens, max_q, max_kv, window, scale, out,
+            k_scale, v_scale,
+        )  # fmt: skip
+        return
     shape = whole.describe(q, k_cache, v_cache, rel, kv_lens, max_q, max_kv, window)
     plan = tuning.plan(target(), shape)
     if plan.few is None and shape.batch > 1:
@@ -177,13 +198,13 @@ def fetch_keys(
         free = ((i >> 1) & 1) ^ 1
         mbarrier.wait(k_empty.index(stage), free)
         mbarrier.expect(k_full.index(stage), N * D * 2)
-        tma.async_copy_global_to_shared(
+        load_box(
             k_tiles, [k_row0 + page * k_page_rows + within, k_col], k_full.index(stage),
             k_smem.index(stage),
         )  # fmt: skip
         mbarrier.wait(v_empty.index(stage), free)
         mbarrier.expect(v_full.index(stage), N * D * 2)
-        tma.async_copy_global_to_shared(
+        load_box(
             v_tiles, [v_row0 + page * v_page_rows + within, v_col], v_full.index(stage),
             v_smem.index(stage),
         )  # fmt: skip
@@ -207,13 +228,11 @@ def fetch_bias(
         mbarrier.expect(full.index(half), HALF * (N + SPARE) * 2)
         head = kv_head * GROUP
         for side in gl.static_range(2):
-            tma.async_copy_global_to_shared(
+            load_box(
                 wide_boxes, [0, head, start + 64 * side], full.index(half),
                 b_smem.index(2 * half + side),
             )  # fmt: skip
-        tma.async_copy_global_to_shared(
-            spare_boxes, [0, head, start + N], full.index(half), c_smem.index(half)
-        )
+        load_box(spare_boxes, [0, head, start + N], full.index(half), c_smem.index(half))
 
 
 @gluon.jit
@@ -247,7 +266,7 @@ def copy_bias(
     copy_panel(rel, c.index(half), token, start + N, tokens_left, kv_head, HEADS, GROUP, EXTENT,
                SPARE, SPARE_ROWS)  # fmt: skip
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
@@ -264,8 +283,8 @@ def near_scores(
 ):  # fmt: skip
     """Begin the scores of the i-th tile, bias / scale + q . k, for the first and last 64 keys."""
     k_smem, _v, b_smem, c_smem, j_smem, h_smem, k_full, _ke, _vf, _ve, b_full, _be = shared
-    b = b_smem._reinterpret(gl.bfloat16, [4, HALF, 64], SWIZZLED)
-    c = c_smem._reinterpret(gl.bfloat16, [2, HALF, SPARE], SPARE_SWIZZLED)
+    b = reinterpret(b_smem, gl.bfloat16, [4, HALF, 64], SWIZZLED)
+    c = reinterpret(c_smem, gl.bfloat16, [2, HALF, SPARE], SPARE_SWIZZLED)
     if HAND:
         if where[4]:
             copy_bias(b, c, key, where, half, HEADS, GROUP, EXTENT)
@@ -344,7 +363,7 @@ def turn(
         acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
         s0, s1 = warpgroup_mma_wait(1, deps=[s0, s1])
         s = side_by_side(s0, s1)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(b_empty.index(half))
     else:
         mbarrier.wait(k_full.index(i & 1), (i >> 1) & 1)
@@ -353,11 +372,11 @@ def turn(
         mbarrier.wait(v_full.index(before), ((i - 1) >> 1) & 1)
         acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
-        gl.thread_barrier()
+        barrier()
     mbarrier.arrive(k_empty.index(i & 1))
     m, z, soft, shrink = soften(m, z, s, unit, where[2], tile * N, GROUP, WINDOW, MASKED)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(v_empty.index(before))
     return m, z, acc * shrink[:, None], weights(soft)
 
@@ -381,7 +400,7 @@ def consume(
         )
         s0, s1 = warpgroup_mma_wait(0, deps=[s0, s1])
         s = side_by_side(s0, s1)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(k_empty.index(0))
         mbarrier.arrive(b_empty.index(half))
         m, z, soft, _shrink = soften(m, z, s, unit, where[2], at_last, GROUP, WINDOW, True)
@@ -395,7 +414,7 @@ def consume(
                 v = some.load(ROWS)
                 some.store(gl.where((key < length)[:, None], v, gl.zeros_like(v)))
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
         i = 1
         for tile in range(end - 2, clear - 1, -1):
             m, z, acc, p = turn(
@@ -428,7 +447,7 @@ def consume(
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         acc = acc / gl.where(z > 0, z, 1.0)[:, None]
         q.store(acc.to(gl.bfloat16))
-        gl.thread_barrier()
+        barrier()
         done = q.load(ROWS)
         r = gl.arange(0, HALF, layout=gl.SliceLayout(1, ROWS))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))
@@ -531,7 +550,7 @@ def attend_hopper(
             gl.where(above + column == skipped - 1, per_scale, 0.0).to(gl.bfloat16)
         )
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
     table = pages + request.to(gl.int64) * pages_b
     unit = scale * LOG2E

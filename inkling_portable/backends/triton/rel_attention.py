@@ -125,6 +125,7 @@ def _launch_split(
     batch = max(16, tuning.power_of_two(shape.batch))
     k_tiles, v_tiles, steps = _matrices(tiles, k_cache, v_cache)
     options: dict[str, Any] = {"launch_pdl": True} if tiles.pdl else {}
+    limit = {"maxnreg": tiles.registers} if tiles.registers else {}
     attend_split[(tiles.programs,)](
         q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out, part, stat,
         shape.rows, shape.batch, plan.few_tokens, tiles.programs, tiles.least, scale, gain,
@@ -134,7 +135,7 @@ def _launch_split(
         WINDOW=shape.window, PAGE=shape.page, BATCH=batch, M=tiles.m, N=tiles.n,
         CLEAR=plan.many is None,
         TMA=tiles.tma, PRECISION=_precision(q), STAGES=tiles.stages, PDL=tiles.pdl,
-        num_warps=tiles.warps, num_stages=tiles.stages, **options,
+        num_warps=tiles.warps, num_stages=tiles.stages, **options, **limit,
     )  # fmt: skip
     tokens = max(1, min(plan.few_tokens, shape.max_q, shape.rows))
     part_width = min(tiles.part, shape.width)
@@ -155,6 +156,7 @@ def _launch_whole(
 ) -> None:  # fmt: skip
     k_tiles, v_tiles, steps = _matrices(tiles, k_cache, v_cache)
     options: dict[str, Any] = {"launch_pdl": True} if tiles.pdl else {}
+    limit = {"maxnreg": tiles.registers} if tiles.registers else {}
     attend_whole[(tuning.row_tiles(shape, tiles.m) * shape.kv_heads,)](
         q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out,
         far_lse, shape.rows, shape.batch, plan.few_tokens if plan.few else 0, scale, gain,
@@ -165,7 +167,7 @@ def _launch_whole(
         BATCH=max(16, tuning.power_of_two(shape.batch)),
         M=tiles.m, N=tiles.n, CLEAR=True, TMA=tiles.tma, PRECISION=_precision(q),
         STAGES=tiles.stages, PDL=tiles.pdl, FAR=far_lse is not None,
-        num_warps=tiles.warps, num_stages=tiles.stages, **options,
+        num_warps=tiles.warps, num_stages=tiles.stages, **options, **limit,
     )  # fmt: skip
 
 

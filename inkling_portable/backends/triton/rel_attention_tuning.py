@@ -48,6 +48,7 @@ class Split:
     pieces: int = 64  # pieces that a combining program reads at a time
     tma: bool = False  # keys and values through tensor descriptors
     pdl: bool = False
+    registers: int = 0  # of a thread at most, on NVIDIA; 0: as the compiler likes
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Whole:
     stages: int
     tma: bool = False
     pdl: bool = False
+    registers: int = 0
 
 
 @dataclass(frozen=True)
