@@ -9,6 +9,8 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("embed_norm_chain", "triton"): ("cuda:sm90/132",),
     ("norm_gelu", "triton"): ("cuda:sm90/132",),
     ("qkvr_prep", "triton"): ("cuda:sm90/132",),
+    ("rel_attention", "fa4"): ("cuda:sm90/132",),
+    ("rel_attention", "gluon"): ("cuda:sm90/132",),
     ("rel_attention", "triton"): ("cuda:sm90/132",),
     ("rms_norm", "triton"): ("cuda:sm90/132",),
     ("route", "triton"): ("cuda:sm90/132",),
