@@ -1,0 +1,196 @@
+"""Packed arithmetic on two values of a lane, and matrix products."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ci.cdna import floats
+from ci.cdna.machine import HANDLERS, Machine, constant, handles
+from ci.cdna.parse import Instruction, Operand
+
+Array = np.ndarray[Any, Any]
+_PACKED: dict[str, tuple[int, Callable[..., Array]]] = {
+    "v_pk_add_f32": (2, lambda a, b: a + b),
+    "v_pk_mul_f32": (2, lambda a, b: a * b),
+    "v_pk_fma_f32": (3, floats.fma32),
+}
+
+
+def _list(text: str | None, default: int, count: int) -> list[int]:
+    if text is None:
+        return [default] * count
+    return [int(x) for x in text.strip("[]").split(",")]
+
+
+def _word(m: Machine, of: Operand, high: int) -> Array:
+    if of.kind == "v":
+        return m.vector(of.index + high)
+    if of.kind == "s":
+        return m.scalar(of.index + high)[:, None]
+    if of.kind in ("int", "float") and not high:
+        return np.full((1, 1), constant(of, "f32"), np.uint32)
+    raise m.fault("the high word of a constant is not supported")
+
+
+@handles(*_PACKED, "v_pk_mov_b32")
+def _pair(m: Machine, i: Instruction) -> None:
+    count, compute = _PACKED.get(i.name, (2, None))
+    if "clamp" in i.modifiers:
+        raise m.fault("clamping packed values is not supported")
+    low = _list(i.modifiers.get("op_sel"), 0, count)
+    high = _list(i.modifiers.get("op_sel_hi"), 1, count)
+    results = []
+    for half, chosen in ((0, low), (1, high)):
+        if compute is None:
+            # A packed move takes its low word from source 0 and its high one from source 1.
+            results.append(_word(m, i.operands[1 + half], low[half]).copy())
+            continue
+        signs = _list(i.modifiers.get("neg_hi" if half else "neg_lo"), 0, count)
+        values = [
+            np.ascontiguousarray(_word(m, of, pick)).view(np.float32) * np.float32(1 - 2 * sign)
+            for of, pick, sign in zip(i.operands[1:], chosen, signs, strict=True)
+        ]
+        with np.errstate(all="ignore"):
+            results.append(compute(*values).view(np.uint32))
+    for half, value in enumerate(results):
+        m.put_vector(i.operands[0].index + half, value)
+
+
+_HALVES: dict[str, tuple[int, str, Callable[..., Array]]] = {
+    "v_pk_add_f16": (2, "f16", lambda a, b: a + b),
+    "v_pk_mul_f16": (2, "f16", lambda a, b: a * b),
+    "v_pk_fma_f16": (3, "f16", floats.fma16),
+    "v_pk_add_u16": (2, "u16", lambda a, b: a + b),
+    "v_pk_sub_i16": (2, "u16", lambda a, b: a - b),
+    "v_pk_mul_lo_u16": (2, "u16", lambda a, b: a * b),
+    "v_pk_lshlrev_b16": (2, "u16", lambda a, b: b << (a & 15)),
+    "v_pk_lshrrev_b16": (2, "u16", lambda a, b: b >> (a & 15)),
+}
+
+
+def _half(m: Machine, of: Operand, high: int, kind: str) -> Array:
+    """16 bits of a source; an inline constant has them below zeros."""
+    if of.kind in ("int", "float"):
+        if not -16 <= of.value <= 64:
+            raise m.fault("a literal here is not supported")
+        bits = np.full((1, 1), 0 if high and of.kind == "float" else constant(of, kind), np.uint32)
+        if high and of.kind == "int" and of.value > 0:
+            bits = bits * np.uint32(0)
+        return bits.astype(np.uint16)
+    word = _word(m, of, 0)
+    return (word >> np.uint32(16 * high)).astype(np.uint16)
+
+
+@handles(*_HALVES)
+def _two_halves(m: Machine, i: Instruction) -> None:
+    count, kind, compute = _HALVES[i.name]
+    if "clamp" in i.modifiers:
+        raise m.fault("clamping packed values is not supported")
+    result = np.zeros(m.mask.shape, np.uint32)
+    type_of = np.float16 if kind == "f16" else np.uint16
+    for half, key, default in ((0, "op_sel", 0), (1, "op_sel_hi", 1)):
+        chosen = _list(i.modifiers.get(key), default, count)
+        signs = _list(i.modifiers.get("neg_hi" if half else "neg_lo"), 0, count)
+        values = []
+        for of, pick, sign in zip(i.operands[1:], chosen, signs, strict=True):
+            value = np.ascontiguousarray(_half(m, of, pick, kind)).view(type_of)
+            values.append(-value if sign else value)
+        with np.errstate(all="ignore"):
+            bits = np.ascontiguousarray(compute(*values), type_of).view(np.uint16)
+        result |= bits.astype(np.uint32) << np.uint32(16 * half)
+    m.put_vector(i.operands[0].index, result)
+
+
+@handles("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
+def _mixed(m: Machine, i: Instruction) -> None:
+    """A fused multiply-add whose sources are float32, or where op_sel_hi says so float16."""
+    narrow = _list(i.modifiers.get("op_sel_hi"), 0, 3)
+    upper = _list(i.modifiers.get("op_sel"), 0, 3)
+    values = []
+    for of, is_half, high in zip(i.operands[1:], narrow, upper, strict=True):
+        if is_half:
+            bits = np.ascontiguousarray(_half(m, of, high, "f16"))
+            value = bits.view(np.float16).astype(np.float32)
+        else:
+            value = np.ascontiguousarray(_word(m, of, 0)).view(np.float32)
+        value = np.abs(value) if of.absolute else value
+        values.append(-value if of.negate else value)
+    if "clamp" in i.modifiers:
+        raise m.fault("clamping this is not supported")
+    with np.errstate(all="ignore"):
+        to = i.operands[0].index
+        if i.name == "v_fma_mix_f32":
+            m.put_vector(to, floats.fma32(*values).view(np.uint32))
+            return
+        bits = floats.fma16(*values).view(np.uint16).astype(np.uint32)
+        # The other half of the register stays; before its first write it holds nothing.
+        known = m.v_known[to, m.waves]
+        before = np.where(known, m.v[to, m.waves], np.uint32(0))
+        if i.name == "v_fma_mixlo_f16":
+            m.put_vector(to, before & np.uint32(0xFFFF0000) | bits)
+        else:
+            m.put_vector(to, before & np.uint32(0xFFFF) | bits << np.uint32(16))
+
+
+_MATRIX = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_(bf16|f16|f32|xf32)(_1k)?$")
+_EVERY = np.ones((1, 64), bool)
+
+
+def _operand(m: Machine, of: Operand, size: int, depth: int, kind: str) -> Array:
+    """A or B as float32 [n, size, depth]: a lane holds consecutive k of one row."""
+    words = [m.vector(of.index + w, _EVERY) for w in range(of.count)]
+    bits = np.stack(words, axis=-1)  # [n, 64, words]
+    if kind == "xf32" and (bits & np.uint32(0x1FFF)).any():
+        raise m.fault("how inputs of more than 11 significant bits are rounded is not documented")
+    if kind in ("f32", "xf32"):
+        values = bits.view(np.float32)
+    elif kind == "f16":
+        values = bits.view(np.float16).astype(np.float32)
+    else:
+        values = floats.from_bfloat16(bits.view(np.uint16))
+    each = values.shape[-1]
+    if each * 64 != size * depth:
+        raise m.fault(f"needs {size * depth // 64} values a lane; found {each}")
+    # Lane l holds row l % size and k from (l // size) * each.
+    ordered = values.reshape(-1, 64 // size, size, each)
+    return ordered.transpose(0, 2, 1, 3).reshape(-1, size, depth)
+
+
+def _matrix(m: Machine, i: Instruction) -> None:
+    found = _MATRIX.match(i.name)
+    assert found is not None
+    if i.modifiers:
+        raise m.fault("modifiers of a matrix product are not supported")
+    rows, columns, depth = int(found[1]), int(found[2]), int(found[3])
+    to, first, second, start = i.operands
+    a = _operand(m, first, rows, depth, found[4]).astype(np.float64)
+    b = _operand(m, second, columns, depth, found[4]).astype(np.float64)
+    with np.errstate(all="ignore"):
+        product = a @ b.transpose(0, 2, 1)
+    # A lane holds one column; its registers are rows in runs of four, lanes apart by the width.
+    word = np.arange(to.count)[:, None]
+    lane = np.arange(64)
+    row = word // 4 * (4 * (64 // columns)) + lane // columns * 4 + word % 4
+    spread = product[:, row, lane % columns]  # [n, words, 64]
+    # The result may overlap the addend: everything is read before anything is written.
+    if start.kind == "v":
+        addend = np.stack([m.vector(start.index + w, _EVERY) for w in range(to.count)], axis=1)
+    else:
+        addend = np.full((1, to.count, 1), constant(start, "f32"), np.uint32)
+    with np.errstate(all="ignore"):
+        total = (spread + addend.view(np.float32)).astype(np.float32).view(np.uint32)
+    for w in range(to.count):
+        m.put_vector(to.index + w, total[:, w], np.ones((m.count, 64), bool))
+
+
+for _shape in ("16x16x16", "32x32x8", "16x16x32", "32x32x16"):
+    for _kind in ("bf16", "f16", "bf16_1k"):
+        HANDLERS[f"v_mfma_f32_{_shape}_{_kind}"] = _matrix
+for _shape in ("16x16x8", "32x32x4"):
+    HANDLERS[f"v_mfma_f32_{_shape}_xf32"] = _matrix
+for _shape in ("16x16x4", "32x32x2"):
+    HANDLERS[f"v_mfma_f32_{_shape}_f32"] = _matrix

@@ -1,0 +1,103 @@
+"""What hardware hides is reported: planted faults in small kernels, each beside its repair."""
+
+import numpy as np
+import pytest
+
+from ci.cdna.parse import CodeError
+from tests.cdna.hand_written import execute
+
+STORE = "buffer_store_dword v2, v1, s[4:7], 0 offen\n"
+SHARE = "ds_write_b32 v1, v1\ns_waitcnt lgkmcnt(0)\n{barrier}\nv_xor_b32_e32 v3, 0x100, v1\n" \
+        "ds_read_b32 v2, v3\ns_waitcnt lgkmcnt(0)\n" + STORE  # fmt: skip
+# name: (right code, wrong code, part of the report, waves)
+FAULTS = {
+    "load used too soon": (
+        "buffer_load_dword v2, v1, s[4:7], 0 offen\ns_waitcnt vmcnt(0)\n" + STORE,
+        "buffer_load_dword v2, v1, s[4:7], 0 offen\n" + STORE,
+        "v2 is read before the s_waitcnt", 1,
+    ),
+    "one load of two waited for": (
+        "buffer_load_dword v3, v1, s[4:7], 0 offen\nbuffer_load_dword v2, v1, s[4:7], 0 offen\n"
+        "s_waitcnt vmcnt(0)\n" + STORE,
+        "buffer_load_dword v3, v1, s[4:7], 0 offen\nbuffer_load_dword v2, v1, s[4:7], 0 offen\n"
+        "s_waitcnt vmcnt(1)\n" + STORE,
+        "v2 is read before the s_waitcnt", 1,
+    ),
+    "scalar load used too soon": (
+        "s_load_dword s8, s[0:1], 0x0\ns_waitcnt lgkmcnt(0)\nv_mov_b32_e32 v2, s8\n" + STORE,
+        "s_load_dword s8, s[0:1], 0x0\ns_waitcnt lgkmcnt(1)\nv_mov_b32_e32 v2, s8\n" + STORE,
+        "s8 is read before the s_waitcnt", 1,
+    ),
+    "write outside": (
+        "v_mov_b32_e32 v2, 1\n" + STORE,
+        "v_mov_b32_e32 v2, 1\nbuffer_store_dword v2, v1, s[4:7], 0 offen offset:260\n",
+        "writes 4 bytes outside every buffer, at byte 260 of buffer 0", 1,
+    ),
+    "unwritten register": (
+        "v_mov_b32_e32 v3, 1\nv_add_u32_e32 v2, v3, v3\n" + STORE,
+        "v_add_u32_e32 v2, v3, v3\n" + STORE,
+        "v2 is read before it is written", 1,
+    ),
+    "register written in some lanes": (
+        "v_mov_b32_e32 v2, 0\ns_mov_b64 exec, 1\nv_mov_b32_e32 v2, 1\ns_mov_b64 exec, -1\n" + STORE,
+        "s_mov_b64 exec, 1\nv_mov_b32_e32 v2, 1\ns_mov_b64 exec, -1\n" + STORE,
+        "v2 is read before it is written", 1,
+    ),
+    "unwritten LDS": (
+        SHARE.format(barrier="s_barrier"),
+        "ds_read_b32 v2, v1 offset:256\ns_waitcnt lgkmcnt(0)\n" + STORE,
+        "reads LDS that was never written", 2,
+    ),
+    "race": (
+        SHARE.format(barrier="s_barrier"),
+        # Wave 1 runs ahead of wave 0, or behind it: either way no barrier stands between.
+        SHARE.format(barrier="s_nop 0"),
+        "another wave wrote since the last barrier", 2,
+    ),
+    "LDS outside": (
+        SHARE.format(barrier="s_barrier"),
+        "ds_write_b32 v1, v1 offset:900\n",
+        "writes LDS outside its 1024 bytes", 2,
+    ),
+    "barrier in one wave": (
+        "v_mov_b32_e32 v2, 0\ns_barrier\n" + STORE,
+        "v_readfirstlane_b32 s8, v0\ns_cmp_eq_u32 s8, 0\ns_cbranch_scc1 .Lend\ns_barrier\n.Lend:\n",
+        "do not meet at one barrier", 2,
+    ),
+    "endless loop": (
+        "s_mov_b32 s8, 0\n.Lhead:\ns_add_u32 s8, s8, 1\ns_cmp_lt_u32 s8, 9\n"
+        "s_cbranch_scc1 .Lhead\nv_mov_b32_e32 v2, s8\n" + STORE,
+        ".Lhead:\ns_branch .Lhead\n",
+        "the budget of 2000 steps is used up", 1,
+    ),
+    "unknown instruction": (
+        "v_sqrt_f32_e32 v2, v1\n" + STORE,
+        "v_sin_f32_e32 v2, v1\n" + STORE,
+        "instruction v_sin_f32 is not supported", 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_reported_and_its_repair_is_not(name: str) -> None:
+    right, wrong, report, waves = FAULTS[name]
+    data = np.zeros(64 * waves, np.uint32)
+    execute(right, data, waves)
+    with pytest.raises(CodeError, match=report):
+        execute(wrong, data, waves)
+
+
+def test_bytes_pass_between_waves() -> None:
+    """The value each thread stored comes back to the thread of the other wave."""
+    found = execute(SHARE.format(barrier="s_barrier"), np.zeros(128, np.uint32), 2)
+    assert (found == (np.arange(128) * 4 ^ 256)).all()
+
+
+def test_out_of_range_of_the_resource_is_no_fault() -> None:
+    """Masked lanes have offsets beyond the resource: they load zero and store nothing."""
+    body = (
+        "v_mov_b32_e32 v4, 0x80000000\nv_mov_b32_e32 v2, 7\n"
+        "buffer_store_dword v2, v4, s[4:7], 0 offen\n"
+        "buffer_load_dword v2, v4, s[4:7], 0 offen\ns_waitcnt vmcnt(0)\n" + STORE
+    )
+    assert (execute(body, np.full(64, 5, np.uint32)) == 0).all()
