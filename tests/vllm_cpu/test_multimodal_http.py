@@ -259,7 +259,7 @@ def test_files_that_unpack_to_gigabytes(service: Service) -> None:
         sizes.append(sum(service.server.memory_gib().values()))
     assert service.prompt_tokens(image(png())) > IMAGE_TOKENS
     # A picture of 12,000x12,000 pixels is 0.4 GiB; allocators keep some of the first two rounds.
-    assert sizes[-1] < sizes[1] + 0.1, sizes
+    assert sizes[-1] < sizes[1] + 0.3, sizes
 
 
 def test_an_opener_in_text_is_text(service: Service) -> None:

@@ -101,6 +101,7 @@ def _tile_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EXACT_DOT: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile of one part of the inner dimension: out [parts, rows, columns].
@@ -144,7 +145,9 @@ def _tile_kernel(
         else:
             total = tl.dot(a, b, total)
     place = (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * columns + n[None, :]
-    tl.store(out + place, total * scale, mask=(m < rows)[:, None] & (n < columns)[None, :])
+    if SCALED:  # large tiles, which have no register to spare, never are
+        total *= scale
+    tl.store(out + place, total, mask=(m < rows)[:, None] & (n < columns)[None, :])
 
 
 @triton.jit
@@ -234,8 +237,9 @@ def product(
         target = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device)
     _tile_kernel[(ceil_div(columns, wide), ceil_div(rows, tall), parts)](
         x, weight, target, rows, columns, inner, x.stride(0), weight.stride(-2), segment_stride,
-        part, scale if parts == 1 else 1.0, SEGMENT=segment if segments > 1 else 0, BM=tall,
-        BN=wide, BK=deep, EXACT_DOT=exact, PDL=pdl(), **options(num_warps=4, num_stages=stages),
+        part, scale, SEGMENT=segment if segments > 1 else 0, BM=tall,
+        BN=wide, BK=deep, EXACT_DOT=exact, SCALED=parts == 1 and scale != 1.0, PDL=pdl(),
+        **options(num_warps=4, num_stages=stages),
     )  # fmt: skip
     if parts > 1:
         size, block = rows * columns, 1024
