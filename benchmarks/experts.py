@@ -20,6 +20,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,9 @@ def measure(model: str, form: str, tokens: int, weights: dict[str, Any], peers: 
     for name, provider in providers(form).items():
         if check:
             faults += disagreements(contract("routed_experts"), provider, {**weights, **sets[0]})
-        runs[name] = [lambda one=one, run=provider: run(**weights, **one) for one in sets]
+        runs[name] = [partial(provider, **weights, **one) for one in sets]
     for name, peer in peers.items():
-        runs[name] = [lambda one=one, run=peer: run(one) for one in sets]
+        runs[name] = [partial(peer, one) for one in sets]
     times, temporary = {}, {}
     for name, calls in runs.items():
         for call in calls:

@@ -102,7 +102,9 @@ def _layer(backend: str, hidden: int, weights: dict[str, Any], top_k: int) -> Pe
 
 
 @triton.jit
-def _dequantise(codes, scales, out, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+def _dequantise(
+    codes: Any, scales: Any, out: Any, SCALED: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     scale = e8m0_scale(tl.load(scales + i // SCALED))
     even, odd = e2m1_pair(tl.load(codes + i), scale, tl.float32)
