@@ -137,12 +137,11 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
             raise SelectionError(
                 f"--additional-config needs true or false for {name}; found {block[name]!r}"
             )
-    invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
-    check_skinny_request(requests, vllm_config.lora_config is not None, invariant)
     quantisation = _quantisation(vllm_config)
     known = _stored(vllm_config) if quantisation.layout is not None else frozenset()
     target = Target.detect()
     facts = _facts(vllm_config, config.text, tp, quantisation.format)
+    check_skinny_request(requests, facts.lora, facts.batch_invariant)
     asked = tuple(sorted(requests.items()))
     outcome = self_test.run(target, facts, asked)
     failed = self_test.united(gather_from_ranks(outcome.failed) if tp > 1 else [outcome.failed])
