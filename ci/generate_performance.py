@@ -180,6 +180,24 @@ def launches_section() -> list[str]:
     return lines
 
 
+def modes_section() -> list[str]:
+    """What 8-bit caches gain and batch invariance costs; see `benchmarks.attention_modes`."""
+    lines: list[str] = []
+    for path in sorted((RESULTS / "modes").glob("*.json")):
+        report = json.loads(path.read_text())
+        machine = report["environment"]
+        names = list(report["results"][0]["us"])
+        lines += ["", f"## {path.stem}: {machine['gpu']}, {machine['date']}", "",
+                  f"`{machine['target']}`, cold. `{machine['command']}`",
+                  f"Note: {report['note']}.", "",
+                  f"| shape | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]  # fmt: skip
+        for r in report["results"]:
+            times = [number(r["us"][name]) if name in r["us"] else "failed" for name in names]
+            wrong = "" if r["right"] else " (breaks its contract)"
+            lines.append(f"| {r['case']}{wrong} | {' | '.join(times)} |")
+    return lines
+
+
 def version(report: dict[str, Any]) -> tuple[int, ...]:
     return tuple(int(part) for part in report["triton"].split("+")[0].split("."))
 
@@ -215,7 +233,13 @@ def render() -> dict[Path, str]:
     lost += ["| file | shape | ours | peer | ratio |", "|---|---|---|---|---|", *losses.values()]
     compilers = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("kernels-*.json"))]
     compilers.sort(key=version)
-    body = [*(lost if losses else []), *sections, *launches_section(), *compiled(compilers)]
+    body = [
+        *(lost if losses else []),
+        *sections,
+        *modes_section(),
+        *launches_section(),
+        *compiled(compilers),
+    ]
     files[PAGE] = HEAD + "\n".join(body) + "\n"
     return files
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from inkling_portable.__main__ import main
 from inkling_portable.agreement import disagreements, run
 from inkling_portable.backends.triton import OFFERS
+from inkling_portable.backends.triton import rel_attention as host
 from inkling_portable.backends.triton import rel_attention_fixed as fixed
+from inkling_portable.backends.triton._common import target as launch_target
 from inkling_portable.backends.triton.rel_attention_tuning import Shape
 from inkling_portable.inputs import SeededDraw, fill
 from inkling_portable.registry import Facts, Offer, SelectionError, choose, contract
@@ -121,10 +123,16 @@ def changed_by_company(row: Offer, arguments: dict[str, Any], keep: int, device:
     ]  # fmt: skip
 
 
+DESCRIBED = ("q", "k_cache", "v_cache", "rel", "kv_lens", "max_q", "max_kv", "window")
+
+
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of a few tiles, so that short requests have several of them."""
     monkeypatch.setattr(fixed, "SPAN", 64)
+    monkeypatch.setattr(fixed, "FINE", 2)
+    monkeypatch.setattr(fixed, "COARSE", 2)
+    fixed.plan.cache_clear()
 
 
 KINDS = {
@@ -155,18 +163,37 @@ def test_same_bits_in_any_company(kind: dict[str, Any], data: st.DataObject) -> 
         assert not requests.differing(few, want, slack)
 
 
-@pytest.mark.parametrize("batch", [1, 9])
+@pytest.mark.parametrize("batch", [1, 5])
 def test_split_and_whole_programs_agree(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice between them looks at the batch, so they must not differ."""
-    requests = Requests([300] * batch, heads=2, kv_heads=1)
-    last = [(b, 299, 300) for b in range(batch)]
-    monkeypatch.setattr(fixed.tuning, "_units", lambda target: 10**6)
-    split = requests.step(last)
-    monkeypatch.setattr(fixed.tuning, "_units", lambda target: 0)
+    requests = Requests([460 - 30 * b for b in range(batch)], heads=2, kv_heads=1)
+    last = [(b, n - 1, n) for b, n in enumerate(requests.lengths)]
+    found, ways = [], []
+    for units, scratch in ((10**6, 1 << 30), (0, 1 << 30), (0, 0)):
+        monkeypatch.setattr(fixed.tuning, "_units", lambda target, units=units: units)
+        monkeypatch.setattr(fixed, "SCRATCH", scratch)
+        fixed.plan.cache_clear()
+        found.append(requests.step(last))
+        shape = host.describe(*(requests.last[k] for k in DESCRIBED))
+        ways.append(fixed.plan(launch_target(), shape)[3:])
     fixed.plan.cache_clear()
-    whole = requests.step(last)
+    # 460 keys: two spans of 64, then three of 128 and less. A program each; one for all; whole.
+    assert ways == [(5, 5), (5, 1), (1, 1)]
+    for others in found[1:]:
+        assert all(a.equal(b) for a, b in zip(found[0], others, strict=True))
+
+
+def test_one_long_request_among_short_ones_has_many_programs() -> None:
+    """Nor do those of a context of 1M, for which graphs are captured, take much memory."""
+    for chip, kv_heads in (("h200", 1), ("h200", 2), ("mi300x", 1)):
+        shape = Shape(64, 64, 8 * kv_heads, kv_heads, 128, 1024, 0, 128, 1, 1 << 20)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fixed, "SPAN", 512)
+            patch.setattr(fixed, "FINE", 128)
+            patch.setattr(fixed, "COARSE", 8)
+            _, _, sequences, spans, programs = fixed.plan(Target.parse(chip), shape)
+        assert spans == 368 and programs >= 64 and sequences == 64 * kv_heads
     fixed.plan.cache_clear()
-    assert all(a.equal(b) for a, b in zip(split, whole, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(5))

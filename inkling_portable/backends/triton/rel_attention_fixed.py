@@ -1,10 +1,11 @@
 """rel_attention for batch invariance: a row's result depends on its own request alone, bit for bit.
 
-Keys are cut at fixed multiples of SPAN, whatever else is in the batch; one tile shape serves
-decoding, chunks and whole prompts; spans are joined in their order. Where there are few row tiles,
-each span is a program of its own and its sums go through memory; else one program takes all spans
-of a row tile. Both compute the same numbers: spans and tiles that a row does not see leave its sums
-as they are, and products and sums are not fused, since compilers fuse as surroundings suggest.
+Keys are cut at fixed places, whatever else is in the batch: every SPAN keys, and far into a long
+context every COARSE * SPAN. One tile shape serves decoding, chunks and whole prompts; spans are
+joined in their order. Spans of decoding requests, and of few row tiles, have programs of their own
+and their sums go through memory; else one program takes all spans of a row tile. Both compute the
+same numbers: spans and tiles that a row does not see leave its sums as they are, and products and
+sums are not fused, since compilers fuse as surroundings suggest.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from inkling_portable.target import Target
 
 SPAN = 512
 """Keys of a span: the scores of each are shifted by their own maximum, then spans are joined."""
+FINE, COARSE = 128, 8
+"""So many spans have SPAN keys, the later ones COARSE times as many: a graph captured for a context
+of 1M then keeps 368 sums of a row and not 2,048, while 64K still have 128 programs."""
 SCRATCH = 256 << 20
 """Bytes that spans may pass through memory in one call; beyond, programs take all of theirs."""
 
@@ -68,19 +72,31 @@ def row_tiles_of(q_starts, batch, BATCH: tl.constexpr, GROUP: tl.constexpr, M: t
     return ids, (counts * GROUP + M - 1) // M
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "height"])
+@triton.jit
+def span_start(span, FINE: tl.constexpr, COARSE: tl.constexpr):
+    """Where a span begins, in units of the short ones."""
+    return tl.minimum(span, FINE) + tl.maximum(span - FINE, 0) * COARSE
+
+
+@triton.jit
+def spans_until(place, FINE: tl.constexpr, COARSE: tl.constexpr):
+    """How many spans hold the first `place` units."""
+    return tl.minimum(place, FINE) + (tl.maximum(place - FINE, 0) + COARSE - 1) // COARSE
+
+
+@triton.jit(do_not_specialize=["rows", "batch", "height", "spans"])
 def attend_fixed(
     q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out, part, part_stat,
-    rows, batch, height, scale, gain,
+    rows, batch, height, spans, scale, gain,
     q_t, q_h, q_d, k_page, k_row, k_head, k_d, v_page, v_row, v_head, v_d,
     k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
     rel_t, rel_h, rel_e, pages_b, out_t, out_h, out_d,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, EXTENT: tl.constexpr,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, BATCH: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, SPAN_TILES: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    N: tl.constexpr, SPAN_TILES: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row tile and KV head: span program_id(1) with SPLIT, else all, one after another.
+    """One row tile and KV head: with SPLIT every num_programs(1)-th span, else all in order.
 
     part [row tiles * KV_HEADS, spans, height, WIDTH] and part_stat [2, the same but WIDTH] hold
     float32 sums and maxima; their first axis counts row tiles as `row_tiles_of` lists them.
@@ -116,11 +132,8 @@ def attend_fixed(
         begin = low // N
         end = (high + N - 1) // N
         far = tl.maximum(first - (EXTENT - 1), 0) // N
-        last_span = (end + SPAN_TILES - 1) // SPAN_TILES
-        span = begin // SPAN_TILES
-        if SPLIT:
-            span = tl.maximum(span, tl.program_id(1))
-            last_span = tl.minimum(last_span, tl.program_id(1) + 1)
+        last_span = spans_until((end + SPAN_TILES - 1) // SPAN_TILES, FINE, COARSE)
+        span = tl.program_id(1)
 
         query = tl.load(
             q + line * q_t + ((token - lead) * q_t + head * q_h)[:, None] + d[None, :] * q_d,
@@ -150,18 +163,16 @@ def attend_fixed(
                     span_m, span_z, span_acc, query, rel_base, rel_rows, rel_e, position,
                     (first, high - 1),
                     k_cache, v_cache, k_tiles, v_tiles, table, kv_head, d, length, low, high,
-                    tl.maximum(begin, span * SPAN_TILES), far,
-                    tl.minimum(end, (span + 1) * SPAN_TILES), scale,
+                    span_start(span, FINE, COARSE) * SPAN_TILES, far,
+                    tl.minimum(end, span_start(span + 1, FINE, COARSE) * SPAN_TILES), scale,
                     k_page, k_row, k_head, k_d, v_page, v_row, v_head, v_d,
                     k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
                     EXTENT, WINDOW, PAGE, N, TMA, PRECISION, STAGES,
                 )  # fmt: skip
                 if SPLIT:
-                    slot = (tl.cast(tile, tl.int64) * KV_HEADS + kv_head) * tl.num_programs(
-                        1
-                    ) + span
+                    slot = (tl.cast(tile, tl.int64) * KV_HEADS + kv_head) * spans + span
                     index = slot * height + tl.arange(0, M)
-                    cells = tl.num_programs(0) * tl.cast(tl.num_programs(1), tl.int64) * height
+                    cells = tl.num_programs(0) * tl.cast(spans, tl.int64) * height
                     tl.store(part_stat + index, span_m, mask=row_ok)
                     tl.store(part_stat + cells + index, span_z, mask=row_ok)
                     tl.store(
@@ -169,7 +180,7 @@ def attend_fixed(
                     )
                 else:
                     m, z, acc = join(m, z, acc, span_m, span_z, span_acc, PRECISION)
-                span += 1
+                span += tl.num_programs(1)
         if not SPLIT:
             acc = acc / tl.where(z > 0, z, 1.0)[:, None] * gain
             tl.store(
@@ -187,7 +198,8 @@ def join_spans(
     q_starts, kv_lens, part, part_stat, out, batch, tokens, cells, spans, height, gain,
     out_t, out_h, out_d,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, BATCH: tl.constexpr,
-    M: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, SPAN: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr,
+    PART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Join the spans of one (request, token, head), columns PART * id .. of WIDTH."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -202,12 +214,13 @@ def join_spans(
         tile = tl.sum(tl.where(ids < request, counts, 0), 0) + packed // M
         position = tl.load(kv_lens + request) - fresh + token
         first = (tl.cast(tile, tl.int64) * KV_HEADS + head // GROUP) * spans
+        seen = spans_until(position // SPAN + 1, FINE, COARSE)
         one = tl.arange(0, 1)
         d = tl.program_id(2) * PART + tl.arange(0, PART)
         m = tl.full((1,), float("-inf"), tl.float32)
         z = tl.zeros((1,), tl.float32)
         acc = tl.zeros((1, PART), tl.float32)
-        for span in tl.range(0, position // SPAN + 1, num_stages=4):
+        for span in tl.range(0, seen, num_stages=4):
             index = (first + span) * height + packed % M + one
             m, z, acc = join(
                 m, z, acc, tl.load(part_stat + index), tl.load(part_stat + cells + index),
@@ -242,7 +255,7 @@ def rel_attention(
         out.zero_()
         return
     shape = host.describe(q, k_cache, v_cache, rel, kv_lens, max_q, max_kv, window)
-    how, height, sequences, spans = plan(launch_target(), shape)
+    how, height, sequences, spans, programs = plan(launch_target(), shape)
     cells = sequences * spans * height if spans > 1 else 0
     part = torch.empty((cells, shape.width), dtype=torch.float32, device=q.device)
     stat = torch.empty((2, cells), dtype=torch.float32, device=q.device)
@@ -250,33 +263,43 @@ def rel_attention(
     k_tiles, v_tiles, steps = host._matrices(how, k_cache, v_cache)
     precision = host._precision(q)
     unfused: dict[str, Any] = {"enable_fp_fusion": False}
-    attend_fixed[(sequences, spans)](
+    attend_fixed[(sequences, programs)](
         q, k_cache, v_cache, k_tiles, v_tiles, rel, pages, q_starts, kv_lens, out, part, stat,
-        shape.rows, shape.batch, height, scale * k_scale, v_scale,
+        shape.rows, shape.batch, height, spans, scale * k_scale, v_scale,
         *q.stride(), *k_cache.stride(), *v_cache.stride(), *steps, *rel.stride(), pages.stride(0),
         *out.stride(),
         HEADS=shape.heads, KV_HEADS=shape.kv_heads, WIDTH=shape.width, EXTENT=shape.extent,
         WINDOW=shape.window, PAGE=shape.page, BATCH=batch, M=how.m, N=how.n,
-        SPAN_TILES=SPAN // how.n, SPLIT=spans > 1, TMA=how.tma, PRECISION=precision,
-        STAGES=how.stages, num_warps=how.warps, num_stages=how.stages, **unfused,
+        SPAN_TILES=SPAN // how.n, FINE=FINE, COARSE=COARSE, SPLIT=spans > 1, TMA=how.tma,
+        PRECISION=precision, STAGES=how.stages, num_warps=how.warps, num_stages=how.stages,
+        **unfused,
     )  # fmt: skip
     if spans > 1:
         tokens, columns = max(1, min(shape.max_q, shape.rows)), min(32, shape.width)
         join_spans[(shape.batch * tokens, shape.heads, shape.width // columns)](
             q_starts, kv_lens, part, stat, out, shape.batch, tokens, cells, spans, height, v_scale,
             *out.stride(), HEADS=shape.heads, KV_HEADS=shape.kv_heads, WIDTH=shape.width,
-            BATCH=batch, M=how.m, SPAN=SPAN, PART=columns, PRECISION=precision, num_warps=1,
-            **unfused,
+            BATCH=batch, M=how.m, SPAN=SPAN, FINE=FINE, COARSE=COARSE, PART=columns,
+            PRECISION=precision, num_warps=1, **unfused,
         )  # fmt: skip
 
 
 @functools.cache
-def plan(target: Target, shape: tuning.Shape) -> tuple[tuning.Whole, int, int, int]:
-    """-> (tiles, most rows of a tile, tiles times KV heads, spans that have own programs or 1)."""
-    how = tiles(target, shape)
+def plan(target: Target, shape: tuning.Shape) -> tuple[tuning.Whole, int, int, int, int]:
+    """-> (tiles, most rows of a tile, tiles times KV heads, spans, programs that share them).
+
+    One span and program mean that each program takes all spans of its rows.
+    """
+    how, units = tiles(target, shape), tuning._units(target)
     height = min(how.m, max(1, min(shape.max_q, shape.rows)) * shape.group)
     sequences = tuning.row_tiles(shape, how.m) * shape.kv_heads
-    spans = -(-max(1, shape.max_kv) // SPAN)
+    short = -(-max(1, shape.max_kv) // SPAN)
+    spans = min(short, FINE) + -(-max(0, short - FINE) // COARSE)
     size = sequences * spans * height * (shape.width + 2) * 4
-    alone = shape.window > 0 or sequences >= tuning._units(target) or size > SCRATCH
-    return how, height, sequences, 1 if alone else spans
+    # Rows that fill the chip need no more programs; unless they decode, where one may see far more
+    # keys than all others, and sums weigh little beside the keys.
+    full = sequences >= units and height == how.m
+    if shape.window > 0 or full or size > SCRATCH:
+        return how, height, sequences, 1, 1
+    # Programs without a span cost little, but a batch of short requests has many of them.
+    return how, height, sequences, spans, max(1, min(spans, 64 * units // sequences))
