@@ -455,6 +455,10 @@ class _Kept(list[Any]):
         ]
 
 
+NO_HOST = "none was named to this server with --allowed-media-domains; send a data: URL"
+"""Stands where vLLM's refusal lists the hosts from which media are fetched."""
+
+
 class PortableRenderer(InklingRenderer):
     """vLLM's renderer around our encoding of messages; media stay as vLLM handles them."""
 
@@ -462,6 +466,9 @@ class PortableRenderer(InklingRenderer):
         super().__init__(config, tokenizer)
         tokenizer = self.get_tokenizer()
         self._encoder = Encoder(tokenizer.get_vocab(), plain_text_encoder(tokenizer))
+        # vLLM takes an empty list for "any host", the server's own network included.
+        if not self.model_config.allowed_media_domains:
+            self.model_config.allowed_media_domains = [NO_HOST]
 
     def render_messages(self, messages: Any, params: Any) -> Any:
         return super().render_messages(_Kept(messages), params)
