@@ -3,47 +3,46 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ci.cdna.machine import HANDLERS, LANES, Machine, handles
-from ci.cdna.parse import M0, CodeError, Instruction
+from ci.cdna import integers
+from ci.cdna.machine import HANDLERS, LANES, Counters, Machine, handles
+from ci.cdna.parse import M0, CodeError, Instruction, Operand
 
 Array = np.ndarray[Any, Any]
 _BYTES = {"ubyte": 1, "sbyte": 1, "byte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4,
           "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}  # fmt: skip
 _ACCESS = re.compile(r"(?:buffer|global|flat)_(load|store)_([a-z]+(?:x\d)?)(_d16)?(_hi)?$")
+_KNOWN = {"offen", "offset", "sc0", "sc1", "nt", "lds"}
 _LANE = np.arange(LANES)
 
 
-def _number(i: Instruction, name: str) -> int:
-    return int(i.modifiers.get(name, "0"), 0)
-
-
-def _addresses(m: Machine, i: Instruction, first: int, width: int) -> tuple[Array, Array]:
-    """(uint64 addresses [n, 64], lanes that access memory); `first` is the address operand."""
+def _addresses(m: Machine, i: Instruction, operands: Sequence[Operand], width: int
+               ) -> tuple[Array, Array]:  # fmt: skip
+    """(uint64 addresses [n, 64], lanes that access memory) of address operands."""
+    if set(i.modifiers) - _KNOWN:
+        raise m.fault(f"modifier {sorted(set(i.modifiers) - _KNOWN)[0]} is not supported")
     if i.name.startswith("buffer"):
-        return _buffer(m, i, first, width)
-    vector, scalar = i.operands[first], i.operands[first + 1 : first + 2]
-    offset = np.uint64(_number(i, "offset") & (1 << 64) - 1)
+        return _buffer(m, i, operands, width)
+    vector, *scalar = operands
+    offset = np.uint64(i.number("offset") & (1 << 64) - 1)
     if scalar and scalar[0].kind == "s":
         base = m.scalar64(scalar[0])[:, None] + offset
         return m.vector(vector.index).astype(np.uint64) + base, m.mask
-    low, high = m.vector(vector.index), m.vector(vector.index + 1)
-    return (low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)) + offset, m.mask
+    return integers.joined(m.vector(vector.index), m.vector(vector.index + 1)) + offset, m.mask
 
 
-def _buffer(m: Machine, i: Instruction, first: int, width: int) -> tuple[Array, Array]:
-    known = {"offen", "offset", "sc0", "sc1", "nt", "lds"}
-    if set(i.modifiers) - known:
-        raise m.fault(f"modifier {sorted(set(i.modifiers) - known)[0]} is not supported")
-    vector, resource, scalar = i.operands[first : first + 3]
+def _buffer(m: Machine, i: Instruction, operands: Sequence[Operand], width: int
+            ) -> tuple[Array, Array]:  # fmt: skip
+    vector, resource, scalar = operands[:3]
     words = [m.scalar(resource.index + w) for w in range(4)]
     if (words[1] >> 16).any() or (words[3] >> 23 & 1).any():
         raise m.fault("buffers with a stride or swizzle are not supported")
-    base = words[0].astype(np.uint64) | (words[1] & 0xFFFF).astype(np.uint64) << np.uint64(32)
-    offset = np.full((m.count, LANES), _number(i, "offset"), np.uint64)
+    base = integers.joined(words[0], words[1] & 0xFFFF)
+    offset = np.full((m.count, LANES), i.number("offset"), np.uint64)
     if "offen" in i.modifiers:
         offset = offset + m.vector(vector.index)
     more = m.scalar32(scalar)[:, None].astype(np.uint64)
@@ -53,88 +52,89 @@ def _buffer(m: Machine, i: Instruction, first: int, width: int) -> tuple[Array, 
     return base[:, None] + offset + more, m.mask & inside
 
 
-def _transfer(m: Machine, i: Instruction) -> None:
-    found = _ACCESS.match(i.name)
-    assert found is not None
-    if "lds" in i.modifiers or "_lds_" in i.name:
-        _load_to_lds(m, i, _BYTES[found[2]])
-    elif found[1] == "load":
-        _load(m, i, found)
-    else:
-        _store(m, i, found)
-
-
-def _load(m: Machine, i: Instruction, found: re.Match[str]) -> None:
-    width = _BYTES[found[2]]
-    addresses, lanes = _addresses(m, i, 1, width)
-    data = np.zeros((m.count, LANES, max(4, width)), np.uint8)
-    data[lanes, :width] = _checked(m, lambda: m.memory.read(addresses[lanes], width))
-    words = data.view(np.uint32)
-    to = i.operands[0].index
-    if found[2] in ("sbyte", "sshort"):
-        sign = np.uint32(1 << (8 * width - 1))
-        words = (words ^ sign) - sign
-    if found[3]:
-        keep, shift = (0xFFFF, 16) if found[4] else (0xFFFF0000, 0)
-        words = (words & np.uint32(0xFFFF)) << np.uint32(shift)
-        words = words | (m.vector(to) & np.uint32(keep))[..., None]
-    m.vm.issued[m.waves] += 1
-    for word in range(words.shape[-1]):
-        m.put_vector(to + word, words[..., word])
-        m.mark_loading("v", to + word, m.vm)
-
-
-def _store(m: Machine, i: Instruction, found: re.Match[str]) -> None:
-    width = _BYTES[found[2]]
-    buffer = i.name.startswith("buffer")
-    data, first = (0, 1) if buffer else (1, 0)
-    if buffer:
-        addresses, lanes = _addresses(m, i, first, width)
-    else:
-        addresses, lanes = _addresses_around(m, i, width)
-    start = i.operands[data].index
-    words = np.stack([m.vector(start + w, lanes) for w in range(-(-width // 4))], axis=-1)
-    if found[4]:
-        words = words >> np.uint32(16)
-    content = words.view(np.uint8)[..., :width]
-    m.vm.issued[m.waves] += 1
-    _checked(m, lambda: m.memory.write(addresses[lanes], content[lanes]))
-
-
-def _addresses_around(m: Machine, i: Instruction, width: int) -> tuple[Array, Array]:
-    """Addresses of a store, whose data stands between the address and the scalar base."""
-    moved = (i.operands[0], *i.operands[2:3])
-    return _addresses(m, Instruction(i.name, moved, i.modifiers, i.encoding, i.text, i.line), 0,
-                      width)  # fmt: skip
-
-
-def _load_to_lds(m: Machine, i: Instruction, width: int) -> None:
-    """Each lane's bytes go to LDS at M0 + offset, lanes one after another."""
-    addresses, lanes = _addresses(m, i, 0, width)
-    base = (m.scalar(M0)[:, None] & np.uint32(0xFFFF if m.chip == "gfx942" else 0x3FFFF)).astype(
-        np.int64
-    )
-    place = base + _number(i, "offset") + _LANE * width
-    data = np.zeros((m.count, LANES, width), np.uint8)
-    data[lanes] = _checked(m, lambda: m.memory.read(addresses[lanes], width))
-    m.vm.issued[m.waves] += 1
-    active = m.mask
-    groups, waves = _owners(m, active)
-    tickets = np.broadcast_to(m.vm.issued[m.waves][:, None], active.shape)[active]
-    _checked(m, lambda: m.lds.write(groups, waves, place[active], data[active], tickets))
-
-
-def _checked(m: Machine, act: Any) -> Any:
+def _checked(m: Machine, act: Any, *arguments: Any) -> Any:
     try:
-        return act()
+        return act(*arguments)
     except CodeError as error:
         raise m.fault(str(error)) from None
 
 
 def _owners(m: Machine, lanes: Array) -> tuple[Array, Array]:
-    """(workgroup, wave) of each active lane."""
+    """(workgroup of this machine, wave) of each active lane."""
     waves = np.broadcast_to(m.wave_numbers()[:, None], lanes.shape)[lanes]
     return m.group[waves], waves
+
+
+def _fetch(m: Machine, i: Instruction, addresses: Array, lanes: Array, width: int) -> Array:
+    """uint8 [k, width] from global memory for the active lanes."""
+    groups = m.first_group + _owners(m, lanes)[0]
+    return _checked(m, m.memory.read, addresses[lanes], width, groups, "sc1" in i.modifiers)
+
+
+def _words(m: Machine, lanes: Array, data: Array, width: int) -> Array:
+    """Bytes [k, width] of the active lanes as uint32 [n, 64, words], zero elsewhere."""
+    whole = np.zeros((m.count, LANES, max(4, width)), np.uint8)
+    whole[lanes, :width] = data
+    return whole.view(np.uint32)
+
+
+def _receive(m: Machine, to: int, words: Array, counters: Counters) -> None:
+    """Results of an operation [n, 64, words], usable once that has been waited for."""
+    for word in range(words.shape[-1]):
+        m.put_vector(to + word, words[..., word])
+        m.mark_loading("v", to + word, counters)
+
+
+def _placed(m: Machine, to: int, words: Array, width: int, signed: bool, half: str | None,
+            upper: str | None) -> Array:  # fmt: skip
+    """Loaded words as the register gets them: sign-extended, or in one half beside the other."""
+    if signed:
+        words = integers.extended(words, 8 * width)
+    if half:
+        keep, shift = (0xFFFF, 16) if upper else (0xFFFF0000, 0)
+        words = (words & np.uint32(0xFFFF)) << np.uint32(shift)
+        words = words | (m.vector(to) & np.uint32(keep))[..., None]
+    return words
+
+
+def _content(m: Machine, start: int, width: int, upper: str | None, lanes: Array) -> Array:
+    """What active lanes store, uint8 [k, width]."""
+    words = np.stack([m.vector(start + w, lanes) for w in range(-(-width // 4))], axis=-1)
+    return (words >> np.uint32(16 if upper else 0)).view(np.uint8)[..., :width][lanes]
+
+
+def _transfer(m: Machine, i: Instruction) -> None:
+    found = _ACCESS.match(i.name.replace("_lds_", "_"))
+    assert found is not None
+    width, to = _BYTES[found[2]], i.operands[0].index
+    m.vm.issued[m.waves] += 1
+    if "lds" in i.modifiers or "_lds_" in i.name:
+        _load_to_lds(m, i, width)
+    elif found[1] == "load":
+        addresses, lanes = _addresses(m, i, i.operands[1:], width)
+        words = _words(m, lanes, _fetch(m, i, addresses, lanes, width), width)
+        signed = found[2] in ("sbyte", "sshort")
+        _receive(m, to, _placed(m, to, words, width, signed, found[3], found[4]), m.vm)
+    else:
+        # The data of a global store stands between its address and its scalar base.
+        buffer = i.name.startswith("buffer")
+        data, *rest = i.operands if buffer else (i.operands[1], i.operands[0], *i.operands[2:])
+        addresses, lanes = _addresses(m, i, rest, width)
+        content = _content(m, data.index, width, found[4], lanes)
+        groups = None if "sc1" in i.modifiers else m.first_group + _owners(m, lanes)[0]
+        _checked(m, m.memory.write, addresses[lanes], content, groups)
+
+
+def _load_to_lds(m: Machine, i: Instruction, width: int) -> None:
+    """Each lane's bytes go to LDS at M0 + offset, lanes one after another."""
+    addresses, lanes = _addresses(m, i, i.operands, width)
+    base = m.scalar(M0)[:, None] & np.uint32(0xFFFF if m.chip == "gfx942" else 0x3FFFF)
+    place = base.astype(np.int64) + i.number("offset") + _LANE * width
+    data = np.zeros((m.count, LANES, width), np.uint8)
+    data[lanes] = _fetch(m, i, addresses, lanes, width)
+    active = m.mask
+    groups, waves = _owners(m, active)
+    _checked(m, m.lds.write, groups, waves, place[active], data[active], m.vm.issued[waves])
 
 
 for _space in ("buffer", "global", "flat"):
@@ -148,33 +148,39 @@ for _space in ("buffer", "global", "flat"):
             HANDLERS[f"{_space}_load_{_size}{_half}"] = _transfer
     for _size in ("byte", "short"):
         HANDLERS[f"{_space}_store_{_size}_d16_hi"] = _transfer
+for _size in ("dword", "dwordx3", "dwordx4"):
+    HANDLERS[f"global_load_lds_{_size}"] = _transfer
 
 
 @handles("buffer_atomic_add", "global_atomic_add", "buffer_atomic_add_f32", "global_atomic_add_f32")
 def _atomic_add(m: Machine, i: Instruction) -> None:
-    """Lane after lane; with sc0 the value before is returned."""
+    """Lane after lane, in what all workgroups share; with sc0 the value before is returned."""
     back = "sc0" in i.modifiers
-    if i.name.startswith("buffer"):
-        data = 0
-        addresses, lanes = _addresses(m, i, 1, 4)
-    else:
-        names = i.operands[1:] if back else i.operands
-        inner = Instruction(i.name, names, i.modifiers, i.encoding, i.text, i.line)
-        addresses, lanes = _addresses_around(m, inner, 4)
-        data = 2 if back else 1
+    names = i.operands
+    if not i.name.startswith("buffer"):
+        address, data, *rest = names[1:] if back else names
+        names = (data, address, *rest)
+    addresses, lanes = _addresses(m, i, names[1:], 4)
     kind = np.float32 if i.name.endswith("f32") else np.uint32
-    values = m.vector(i.operands[data].index, lanes)
+    values = m.vector(names[0].index, lanes)
     before = np.zeros((m.count, LANES), np.uint32)
     for wave, lane in zip(*np.nonzero(lanes), strict=True):
         place = addresses[wave, lane][None]
-        old = _checked(m, lambda place=place: m.memory.read(place, 4))
+        old = _checked(m, m.memory.read, place, 4, None)
         before[wave, lane] = old.view(np.uint32)[0, 0]
         new = old.view(kind) + values[wave, lane][None].view(kind)
-        m.memory.write(place, new.view(np.uint8))
+        m.memory.write(place, new.view(np.uint8), None)
     m.vm.issued[m.waves] += 1
     if back:
-        m.put_vector(i.operands[0].index, before)
-        m.mark_loading("v", i.operands[0].index, m.vm)
+        _receive(m, i.operands[0].index, before[..., None], m.vm)
+
+
+@handles("buffer_wbl2", "buffer_inv")
+def _caches(m: Machine, i: Instruction) -> None:
+    """Only with sc1 other workgroups, on chips with other caches, are concerned."""
+    if "sc1" in i.modifiers:
+        groups = m.first_group + m.group[m.waves]
+        (m.memory.release if i.name == "buffer_wbl2" else m.memory.acquire)(groups)
 
 
 _DS_BYTES = {"b8": 1, "u8": 1, "i8": 1, "b16": 2, "u16": 2, "i16": 2, "b32": 4, "b64": 8,
@@ -186,51 +192,28 @@ def _places(m: Machine, i: Instruction, operand: int, width: int, pair: str | No
     """LDS offsets [n, 64] of the one or two accesses of an instruction."""
     base = m.vector(i.operands[operand].index).astype(np.int64)
     if pair is None:
-        return [base + _number(i, "offset")]
+        return [base + i.number("offset")]
     unit = width * (64 if pair == "2st64" else 1)
-    return [base + _number(i, name) * unit for name in ("offset0", "offset1")]
+    return [base + i.number(name) * unit for name in ("offset0", "offset1")]
 
 
 def _local(m: Machine, i: Instruction) -> None:
     found = _DS.match(i.name)
     assert found is not None
-    width = _DS_BYTES[found[3]]
+    width, to, lanes = _DS_BYTES[found[3]], i.operands[0].index, m.mask
     m.ds.issued[m.waves] += 1
-    lanes = m.mask
     groups, waves = _owners(m, lanes)
     if found[1] == "write":
         for number, place in enumerate(_places(m, i, 0, width, found[2])):
-            of = i.operands[1 + number]
-            words = np.stack([m.vector(of.index + w) for w in range(-(-width // 4))], axis=-1)
-            if found[5]:
-                words = words >> np.uint32(16)
-            data = np.ascontiguousarray(words).view(np.uint8)[..., :width][lanes]
-            _checked(m, lambda p=place, d=data: m.lds.write(groups, waves, p[lanes], d))
+            data = _content(m, i.operands[1 + number].index, width, found[5], lanes)
+            _checked(m, m.lds.write, groups, waves, place[lanes], data)
         return
-    to = i.operands[0].index
     results = []
     for place in _places(m, i, 1, width, found[2]):
-        data = np.zeros((m.count, LANES, max(4, width)), np.uint8)
-        data[lanes, :width] = _checked(
-            m, lambda p=place: m.lds.read(groups, waves, p[lanes], width, m.vm.done)
-        )
-        words = data.view(np.uint32)
-        if found[3] in ("i8", "i16"):
-            sign = np.uint32(1 << (8 * width - 1))
-            words = (words ^ sign) - sign
-        if found[4]:
-            keep, shift = (0xFFFF, 16) if found[5] else (0xFFFF0000, 0)
-            words = (words & np.uint32(0xFFFF)) << np.uint32(shift)
-            words = words | (m.vector(to) & np.uint32(keep))[..., None]
-        results.append(words)
-    _receive(m, to, np.concatenate(results, axis=-1))
-
-
-def _receive(m: Machine, to: int, words: Array) -> None:
-    """Results of an LDS operation [n, 64, words], usable after lgkmcnt."""
-    for word in range(words.shape[-1]):
-        m.put_vector(to + word, words[..., word])
-        m.mark_loading("v", to + word, m.ds)
+        data = _checked(m, m.lds.read, groups, waves, place[lanes], width, m.vm.done)
+        words = _words(m, lanes, data, width)
+        results.append(_placed(m, to, words, width, found[3][0] == "i", found[4], found[5]))
+    _receive(m, to, np.concatenate(results, axis=-1), m.ds)
 
 
 for _size in _DS_BYTES:
@@ -251,17 +234,15 @@ for _pair in ("2", "2st64"):
 @handles("ds_add_u32")
 def _add(m: Machine, i: Instruction) -> None:
     lanes = m.mask
-    groups, waves = _owners(m, lanes)
-    place = _places(m, i, 0, 4, None)[0]
-    values = m.vector(i.operands[1].index)
+    place, values = _places(m, i, 0, 4, None)[0], m.vector(i.operands[1].index)
     m.ds.issued[m.waves] += 1
-    _checked(m, lambda: m.lds.add(groups, waves, place[lanes], values[lanes]))
+    _checked(m, m.lds.add, *_owners(m, lanes), place[lanes], values[lanes])
 
 
 @handles("ds_bpermute_b32")
 def _permute(m: Machine, i: Instruction) -> None:
     """Each lane fetches the value of the lane it names; one that is switched off gives zero."""
-    index = (m.vector(i.operands[1].index) + np.uint32(_number(i, "offset"))) >> 2 & 63
+    index = (m.vector(i.operands[1].index) + np.uint32(i.number("offset"))) >> 2 & 63
     index = index.astype(np.int64)
     lanes = m.mask
     m.ds.issued[m.waves] += 1
@@ -271,7 +252,7 @@ def _permute(m: Machine, i: Instruction) -> None:
     needed[rows, index[rows, columns]] = True
     data = m.vector(i.operands[2].index, needed & lanes)
     value = np.where(lanes[wave, index], data[wave, index], np.uint32(0))
-    _receive(m, i.operands[0].index, value[..., None])
+    _receive(m, i.operands[0].index, value[..., None], m.ds)
 
 
 @handles("ds_read_b64_tr_b16", "ds_read_b64_tr_b8")
@@ -284,13 +265,12 @@ def _transposed(m: Machine, i: Instruction) -> None:
     if m.chip != "gfx950" or not m.mask.all():
         raise m.fault("needs gfx950 and all lanes active")
     lanes = m.mask
-    groups, waves = _owners(m, lanes)
-    place = _places(m, i, 1, 8, None)[0]
+    place = _places(m, i, 1, 8, None)[0][lanes]
     m.ds.issued[m.waves] += 1
-    data = _checked(m, lambda: m.lds.read(groups, waves, place[lanes], 8, m.vm.done))
+    data = _checked(m, m.lds.read, *_owners(m, lanes), place, 8, m.vm.done)
     each = 4 if i.name.endswith("b16") else 8
     values = data.view(np.uint16 if each == 4 else np.uint8).reshape(m.count, 4, 16, each)
     lane = np.arange(16)
     parts = [values[:, :, j * 16 // each + lane // each, lane % each] for j in range(each)]
     words = np.ascontiguousarray(np.stack(parts, axis=-1)).reshape(m.count, LANES, each)
-    _receive(m, i.operands[0].index, words.view(np.uint32))
+    _receive(m, i.operands[0].index, words.view(np.uint32), m.ds)

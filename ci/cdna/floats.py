@@ -80,8 +80,13 @@ def to_bfloat16(x: Array) -> Array:
 
 
 def to_float16(x: Array) -> Array:
-    """float32 to the bits of float16, in uint32, nearest even."""
-    return x.astype(np.float16).view(np.uint16).astype(np.uint32)
+    """float32 to the bits of float16, uint16, nearest even."""
+    return x.astype(np.float16).view(np.uint16)
+
+
+def halves(low: Array, high: Array) -> Array:
+    """Two numbers of 16 bits in one word, uint32."""
+    return low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
 
 
 def from_bfloat16(bits: Array) -> Array:

@@ -6,7 +6,6 @@ for the chip and executed on the CPU tensors that the op was given.
 
 from __future__ import annotations
 
-import importlib
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -69,7 +68,7 @@ def run_program(
     each = max(1, _WAVES // waves)
     for start in range(0, len(groups), each):
         part = groups[start : start + each]
-        machine = Machine(code, memory, len(part), waves, lds, chip, budget)
+        machine = Machine(code, memory, len(part), waves, lds, chip, budget, start)
         _start(machine, code, part, waves, kernarg, arguments)
         machine.run()
         seen += machine.seen
@@ -112,39 +111,20 @@ def _start(m: Machine, code: Program, groups: Sequence[tuple[int, int, int]], wa
     m.v[0], m.v_known[0] = np.tile(thread, (len(groups), 1)), True
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A kernel as Triton compiled it."""
-
-    code: Program
-    waves: int
-    shared: int
-
-
 @cache
-def _compiled(work: Any) -> Compiled:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel: Any = importlib.import_module(work.module)
-    for part in work.kernel.split("."):
-        kernel = getattr(kernel, part)
-    attributes = {k: [list(pair) for pair in v] for k, v in work.attributes}
-    source = ASTSource(kernel, dict(work.signature), dict(work.constants), attributes)
-    target = GPUTarget("hip", work.arch, 64)
-    found = triton.compile(source, target=target, options=dict(work.options))
-    return Compiled(program(found.asm["amdgcn"]), found.metadata.num_warps, found.metadata.shared)
+def _program(assembly: str) -> Program:
+    return program(assembly)
 
 
 def run_launch(launch: Launch, chip: str, executed: Executed | None = None) -> None:
     """Compile one recorded launch for a chip and execute it on its CPU tensors, in place."""
     import torch
 
-    from ci.cross_compile import job
+    from ci.cross_compile import compile_job, job
 
     work = job(launch, chip)
-    compiled = _compiled(work)
+    report = compile_job(work)
+    code = _program(report.assembly)
     storages: dict[int, Any] = {}
     for value in launch.args:
         if isinstance(value, torch.Tensor):
@@ -155,9 +135,9 @@ def run_launch(launch: Launch, chip: str, executed: Executed | None = None) -> N
         for place, storage in storages.items()
     }
     order = list(views)
-    kernarg = np.zeros(max(compiled.code.kernarg_bytes, 1), np.uint8)
+    kernarg = np.zeros(max(code.kernarg_bytes, 1), np.uint8)
     memory = Memory([*(views[place] for place in order), kernarg])
-    slots = iter(compiled.code.arguments)
+    slots = iter(code.arguments)
     content = bytearray(len(kernarg))
     for value, (name, kind) in zip(launch.args, work.signature, strict=True):
         if kind == "constexpr":
@@ -171,16 +151,16 @@ def run_launch(launch: Launch, chip: str, executed: Executed | None = None) -> N
             content[offset : offset + size] = struct.pack(_FORMATS[kind], value)
         else:
             raise CodeError(f"argument {name} of type {kind} in {size} bytes is not supported")
+    known = _hidden(launch.grid, report.warps)
     for offset, size, kind in slots:
-        known = _hidden(kind, launch.grid, compiled.waves)
-        if known is None:  # reading it is a fault
+        if kind in known:
+            content[offset : offset + size] = known[kind].to_bytes(size, "little")
+        else:  # reading it is a fault
             start = memory.places[-1] + offset
             memory.inside[start : start + size] = False
-        else:
-            content[offset : offset + size] = known.to_bytes(size, "little")
     memory.contents(len(order))[:] = np.frombuffer(content, np.uint8)[: len(kernarg)]
-    seen = run_program(compiled.code, memory, bytes(content), launch.grid, compiled.waves,
-                       compiled.shared, chip)  # fmt: skip
+    seen = run_program(code, memory, bytes(content), launch.grid, report.warps,
+                       report.shared, chip)  # fmt: skip
     for number, place in enumerate(order):
         views[place][:] = memory.contents(number)
     if executed is not None:
@@ -188,21 +168,13 @@ def run_launch(launch: Launch, chip: str, executed: Executed | None = None) -> N
         executed.kernels[launch.name] += 1
 
 
-def _hidden(kind: str, grid: Sequence[int], waves: int) -> int | None:
-    """An argument that the runtime adds, if it is modelled; Triton's scratch pointers are null."""
-    what, _, axis = kind.rpartition("_")
-    number = "xyz".find(axis) if len(axis) == 1 else -1
-    if kind == "global_buffer":
-        return 0
-    if what == "hidden_block_count" and number >= 0:
-        return [*grid, 1, 1][number]
-    if what == "hidden_group_size" and number >= 0:
-        return (64 * waves, 1, 1)[number]
-    if what in ("hidden_remainder", "hidden_global_offset") and number >= 0:
-        return 0
-    if kind == "hidden_grid_dims":
-        return max(1, sum(n > 1 for n in grid))
-    return None
+def _hidden(grid: Sequence[int], waves: int) -> dict[str, int]:
+    """Arguments that the runtime adds, as far as modelled; Triton's scratch pointers are null."""
+    known = {"global_buffer": 0, "hidden_grid_dims": max(1, sum(n > 1 for n in grid))}
+    for axis, blocks, threads in zip("xyz", [*grid, 1, 1], (64 * waves, 1, 1), strict=False):
+        known |= {f"hidden_block_count_{axis}": blocks, f"hidden_group_size_{axis}": threads,
+                  f"hidden_remainder_{axis}": 0, f"hidden_global_offset_{axis}": 0}  # fmt: skip
+    return known
 
 
 @contextmanager

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from ci.cdna.integers import high, joined, low
 from ci.cdna.lds import Lds
 from ci.cdna.memory import Memory
-from ci.cdna.parse import EXEC, VCC, CodeError, Instruction, Operand, Program
+from ci.cdna.parse import EXEC, CodeError, Instruction, Operand, Program
 
 LANES = 64
+Array = np.ndarray[Any, Any]
 Handler = Callable[["Machine", Instruction], None]
 HANDLERS: dict[str, Handler] = {}
 _CARRIES = {"s_mov_b32", "s_mov_b64"}
@@ -56,7 +58,7 @@ class Machine:
 
     def __init__(
         self, program: Program, memory: Memory, groups: int, waves_of_group: int,
-        lds_bytes: int, chip: str, budget: int = BUDGET,
+        lds_bytes: int, chip: str, budget: int = BUDGET, first_group: int = 0,
     ) -> None:  # fmt: skip
         waves = groups * waves_of_group
         self.program, self.memory, self.chip, self.budget = program, memory, chip, budget
@@ -69,12 +71,14 @@ class Machine:
         self.scc = np.zeros(waves, bool)
         self.pc = np.zeros(waves, np.int64)
         self.status = np.zeros(waves, np.int8)
+        # Number within this machine; that of the launch is `first_group` more.
         self.group = np.repeat(np.arange(groups), waves_of_group)
-        self.lds = Lds(groups, lds_bytes, waves)
+        self.first_group = first_group
+        self.lds = Lds(groups, lds_bytes)
         # LDS operations and scalar loads share lgkmcnt, and scalar loads return in any order.
         self.vm, self.ds = Counters(waves), Counters(waves)
         self.sm = Counters(waves, in_order=False)
-        self.loading: dict[tuple[str, int], tuple[Counters, np.ndarray[Any, Any]]] = {}
+        self.loading: dict[tuple[str, int], tuple[Counters, Array]] = {}
         self.seen: Counter[str] = Counter()
         self.jumped = False
         self.saturates = np.zeros(waves, bool)  # MODE.FP16_OVFL
@@ -83,11 +87,11 @@ class Machine:
         self._selected: bytes = b""
         self.waves: Any = slice(None)
         self.count = waves
-        self._mask: np.ndarray[Any, Any] | None = None
+        self._mask: Array | None = None
         self.now: Instruction | None = None
         self.at = 0
         self.lenient = False
-        self.unknown: np.ndarray[Any, Any] | None = None
+        self.unknown: Array | None = None
         self.all_lanes = False
 
     # Scheduling
@@ -131,7 +135,7 @@ class Machine:
                     self.pc[self.waves] = at
                     break
 
-    def jump(self, label: str, taken: np.ndarray[Any, Any] | bool = True) -> None:
+    def jump(self, label: str, taken: Array | bool = True) -> None:
         """Move the selected waves where `taken` holds to a label, the others to the next line."""
         if label not in self.program.labels:
             raise self.fault(f"label {label} is not defined")
@@ -162,7 +166,7 @@ class Machine:
         self.status[waiting] = RUNNING
         return True
 
-    def _select(self, chosen: np.ndarray[Any, Any]) -> None:
+    def _select(self, chosen: Array) -> None:
         key = chosen.tobytes()
         if key != self._selected:
             self._selected = key
@@ -170,7 +174,7 @@ class Machine:
             self.waves = slice(None) if chosen.all() else np.flatnonzero(chosen)
             self._mask = None
 
-    def wave_numbers(self) -> np.ndarray[Any, Any]:
+    def wave_numbers(self) -> Array:
         """Indices of the selected waves."""
         return np.arange(self.s.shape[1])[self.waves]
 
@@ -183,19 +187,19 @@ class Machine:
     # EXEC and masks
 
     @property
-    def mask(self) -> np.ndarray[Any, Any]:
+    def mask(self) -> Array:
         """EXEC of the selected waves as bool [n, 64]."""
         if self._mask is None:
             self._mask = self.lane_bits(EXEC)
             self.all_lanes = bool(self._mask.all())
         return self._mask
 
-    def lane_bits(self, register: int) -> np.ndarray[Any, Any]:
+    def lane_bits(self, register: int) -> Array:
         """A pair of scalar registers as bool [n, 64]."""
         pair = self.scalar(register), self.scalar(register + 1)
         return np.concatenate([(x[:, None] >> _BITS) & 1 for x in pair], axis=1).astype(bool)
 
-    def put_lane_bits(self, register: int, bits: np.ndarray[Any, Any]) -> None:
+    def put_lane_bits(self, register: int, bits: Array) -> None:
         """Write bool [n, 64] to a pair of scalar registers."""
         packed = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
         self.put_scalar(register, packed[:, 0])
@@ -213,12 +217,12 @@ class Machine:
         if (ticket <= counters.done).all():
             del self.loading[(kind, register)]
 
-    def _read_unknown(self, name: str, where: np.ndarray[Any, Any]) -> None:
+    def _read_unknown(self, name: str, where: Array) -> None:
         if not self.lenient:
             raise self.fault(f"{name} is read before it is written")
         self.unknown = where if self.unknown is None else self.unknown | where
 
-    def scalar(self, register: int) -> np.ndarray[Any, Any]:
+    def scalar(self, register: int) -> Array:
         """A scalar register of the selected waves, uint32 [n]."""
         if self.loading:
             self._check_loaded("s", register, "read")
@@ -242,8 +246,8 @@ class Machine:
         if register in (EXEC, EXEC + 1):
             self._mask = None
 
-    def vector(self, register: int, lanes: np.ndarray[Any, Any] | None = None
-               ) -> np.ndarray[Any, Any]:  # fmt: skip
+    def vector(self, register: int, lanes: Array | None = None
+               ) -> Array:  # fmt: skip
         """A vector register of the selected waves, uint32 [n, 64]; `lanes` are those used."""
         if self.loading:
             self._check_loaded("v", register, "read")
@@ -256,7 +260,7 @@ class Machine:
                 self._read_unknown(_vector_name(register), ~known[self.waves] & used)
         return self.v[register, self.waves]
 
-    def put_vector(self, register: int, value: Any, lanes: np.ndarray[Any, Any] | None = None
+    def put_vector(self, register: int, value: Any, lanes: Array | None = None
                    ) -> None:  # fmt: skip
         """Write uint32, broadcast to [n, 64], in the active lanes (or those of `lanes`)."""
         if self.loading:
@@ -275,6 +279,14 @@ class Machine:
             self.v_known[register, self.waves] &= ~(self.unknown & mask)
             self.v_all_known.discard(register)
 
+    def put_half(self, register: int, bits: Array, high: bool) -> None:
+        """Write 16 bits, uint32 [n, 64], to half of a vector register; the other half stays."""
+        # Before its first write the other half holds nothing.
+        known = self.v_known[register, self.waves]
+        before = np.where(known, self.v[register, self.waves], np.uint32(0))
+        keep, shift = (0xFFFF, 16) if high else (0xFFFF0000, 0)
+        self.put_vector(register, before & np.uint32(keep) | bits << np.uint32(shift))
+
     def mark_loading(self, kind: str, register: int, counters: Counters) -> None:
         """The register is to be used only once the operation issued last has been waited for."""
         entry = self.loading.get((kind, register))
@@ -284,7 +296,7 @@ class Machine:
         ticket[self.waves] = counters.issued[self.waves]
         self.loading[(kind, register)] = (counters, ticket)
 
-    def scalar32(self, of: Operand) -> np.ndarray[Any, Any]:
+    def scalar32(self, of: Operand) -> Array:
         """A scalar source, uint32 [n]."""
         if of.kind == "s":
             return self.scalar(of.index)
@@ -294,25 +306,20 @@ class Machine:
             return self.scc[self.waves].astype(np.uint32)
         raise self.fault(f"operand {of.name or of.kind} is not supported here")
 
-    def scalar64(self, of: Operand) -> np.ndarray[Any, Any]:
+    def scalar64(self, of: Operand) -> Array:
         """A scalar source of two registers, uint64 [n]; integers are sign-extended."""
         if of.kind == "s":
-            low, high = self.scalar(of.index), self.scalar(of.index + 1)
-            return low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+            return joined(self.scalar(of.index), self.scalar(of.index + 1))
         if of.kind == "int" and -(1 << 31) <= of.value < 1 << 31:
             return np.full(self.count, int(of.value) & (1 << 64) - 1, np.uint64)
         if of.kind == "float":
             return np.full(self.count, constant(of, "u64"), np.uint64)
         raise self.fault("a 64-bit literal of unclear extension is not supported")
 
-    def put64(self, register: int, value: np.ndarray[Any, Any]) -> None:
+    def put64(self, register: int, value: Array) -> None:
         """Write uint64 [n] to two scalar registers."""
-        self.put_scalar(register, (value & np.uint64(0xFFFFFFFF)).astype(np.uint32))
-        self.put_scalar(register + 1, (value >> np.uint64(32)).astype(np.uint32))
-
-    def vcc_any(self) -> np.ndarray[Any, Any]:
-        """Whether VCC of each selected wave is not zero."""
-        return (self.scalar(VCC) | self.scalar(VCC + 1)) != 0
+        self.put_scalar(register, low(value))
+        self.put_scalar(register + 1, high(value))
 
 
 def _vector_name(register: int) -> str:

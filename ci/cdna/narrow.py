@@ -15,11 +15,6 @@ from ci.cdna.vector import raw, typed
 Array = np.ndarray[Any, Any]
 
 
-def _bit(text: str, default: int, place: int) -> int:
-    values = [int(x) for x in text.strip("[]").split(",")] if text else []
-    return values[place] if place < len(values) else default
-
-
 def _table(m: Machine, name: str) -> Array:
     return (floats.BF8 if "bf8" in name else floats.FP8)[m.chip]
 
@@ -39,7 +34,7 @@ def _widen_two(m: Machine, i: Instruction) -> None:
     word = i.modifiers.get("src0_sel", "WORD_0")
     if word not in ("WORD_0", "WORD_1", "DWORD"):
         raise m.fault(f"selection {word} is not supported")
-    high = word == "WORD_1" or _bit(i.modifiers.get("op_sel", ""), 0, 0)
+    high = word == "WORD_1" or i.bits("op_sel", 0, 1)[0]
     bits = np.broadcast_to(raw(m, i.operands[1], "u32"), m.mask.shape) >> np.uint32(16 * high)
     for half in range(2):
         value = _table(m, i.name)[bits >> np.uint32(8 * half) & np.uint32(255)]
@@ -55,9 +50,8 @@ def _narrow_two(m: Machine, i: Instruction) -> None:
                        and i.operands[3].value == 1):  # fmt: skip
         raise m.fault("scales other than 1 are not supported")
     # The last bit of op_sel is the destination's half.
-    high = _bit(i.modifiers.get("op_sel", ""), 0, 3 if scaled else 2)
-    if not scaled and i.modifiers.get("op_sel", "").count(",") == 3:
-        high = _bit(i.modifiers["op_sel"], 0, 3)
+    four = scaled or i.modifiers.get("op_sel", "").count(",") == 3
+    high = i.bits("op_sel", 0, 4)[3 if four else 2]
     saturate = m.saturates[m.waves][:, None]
     pair = np.zeros(m.mask.shape, np.uint32)
     for half, of in enumerate(i.operands[1:3]):
@@ -69,13 +63,7 @@ def _narrow_two(m: Machine, i: Instruction) -> None:
             raise m.fault("what values beyond the format become is not documented")
         code = floats.encode8(x, _table(m, i.name), saturate)
         pair |= code << np.uint32(8 * half)
-    # The other half of the register stays; before its first write it holds nothing.
-    known = m.v_known[to, m.waves]
-    before = np.where(known, m.v[to, m.waves], np.uint32(0))
-    if high:
-        m.put_vector(to, before & np.uint32(0xFFFF) | pair << np.uint32(16))
-    else:
-        m.put_vector(to, before & np.uint32(0xFFFF0000) | pair)
+    m.put_half(to, pair, bool(high))
 
 
 _SCALED = re.compile(r"v_cvt_scalef32_pk_(f32|bf16|f16)_(fp4|fp8|bf8)$")
@@ -90,8 +78,7 @@ def _scaled(m: Machine, i: Instruction) -> None:
         raise m.fault("needs gfx950")
     found = _SCALED.match(i.name)
     assert found is not None
-    selected = i.modifiers.get("op_sel", "")
-    first, second = _bit(selected, 0, 0), _bit(selected, 0, 1)
+    first, second = i.bits("op_sel", 0, 2)[:2]
     bits = np.broadcast_to(raw(m, i.operands[1], "u32"), m.mask.shape)
     exponent = raw(m, i.operands[2], "u32") >> np.uint32(23) & np.uint32(255)
     if (np.broadcast_to(exponent, m.mask.shape)[m.mask] == 255).any():
@@ -101,17 +88,12 @@ def _scaled(m: Machine, i: Instruction) -> None:
         table, width, shift = floats.FP4, 4, 8 * (first + 2 * second)
     else:
         table, width, shift = _table(m, i.name), 8, 16 * first
-    values = [
-        (table[bits >> np.uint32(shift + width * k) & np.uint32((1 << width) - 1)] * scale).astype(
-            np.float32
-        )
-        for k in range(2)
-    ]
+    codes = (bits >> np.uint32(shift + width * k) & np.uint32((1 << width) - 1) for k in range(2))
+    values = [(table[code] * scale).astype(np.float32) for code in codes]
     to = i.operands[0].index
     if found[1] == "f32":
         for k, value in enumerate(values):
             m.put_vector(to + k, value.view(np.uint32))
     else:
         narrow = floats.to_bfloat16 if found[1] == "bf16" else floats.to_float16
-        low, high = (narrow(value).astype(np.uint32) for value in values)
-        m.put_vector(to, low | high << np.uint32(16))
+        m.put_vector(to, floats.halves(narrow(values[0]), narrow(values[1])))

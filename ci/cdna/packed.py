@@ -13,20 +13,24 @@ from ci.cdna.machine import HANDLERS, Machine, constant, handles
 from ci.cdna.parse import Instruction, Operand
 
 Array = np.ndarray[Any, Any]
-_PACKED: dict[str, tuple[int, Callable[..., Array]]] = {
-    "v_pk_add_f32": (2, lambda a, b: a + b),
-    "v_pk_mul_f32": (2, lambda a, b: a * b),
-    "v_pk_fma_f32": (3, floats.fma32),
+# name: (number of sources, their type, function); of f32 each half is a register of its own.
+_PACKED: dict[str, tuple[int, Any, Callable[..., Array]]] = {
+    "v_pk_add_f32": (2, np.float32, np.add),
+    "v_pk_mul_f32": (2, np.float32, np.multiply),
+    "v_pk_fma_f32": (3, np.float32, floats.fma32),
+    "v_pk_add_f16": (2, np.float16, np.add),
+    "v_pk_mul_f16": (2, np.float16, np.multiply),
+    "v_pk_fma_f16": (3, np.float16, floats.fma16),
+    "v_pk_add_u16": (2, np.uint16, np.add),
+    "v_pk_sub_i16": (2, np.uint16, np.subtract),
+    "v_pk_mul_lo_u16": (2, np.uint16, np.multiply),
+    "v_pk_lshlrev_b16": (2, np.uint16, lambda a, b: b << (a & 15)),
+    "v_pk_lshrrev_b16": (2, np.uint16, lambda a, b: b >> (a & 15)),
 }
 
 
-def _list(text: str | None, default: int, count: int) -> list[int]:
-    if text is None:
-        return [default] * count
-    return [int(x) for x in text.strip("[]").split(",")]
-
-
 def _word(m: Machine, of: Operand, high: int) -> Array:
+    """One of the two registers of a source, uint32."""
     if of.kind == "v":
         return m.vector(of.index + high)
     if of.kind == "s":
@@ -36,80 +40,56 @@ def _word(m: Machine, of: Operand, high: int) -> Array:
     raise m.fault("the high word of a constant is not supported")
 
 
-@handles(*_PACKED, "v_pk_mov_b32")
-def _pair(m: Machine, i: Instruction) -> None:
-    count, compute = _PACKED.get(i.name, (2, None))
-    if "clamp" in i.modifiers:
-        raise m.fault("clamping packed values is not supported")
-    low = _list(i.modifiers.get("op_sel"), 0, count)
-    high = _list(i.modifiers.get("op_sel_hi"), 1, count)
-    results = []
-    for half, chosen in ((0, low), (1, high)):
-        if compute is None:
-            # A packed move takes its low word from source 0 and its high one from source 1.
-            results.append(_word(m, i.operands[1 + half], low[half]).copy())
-            continue
-        signs = _list(i.modifiers.get("neg_hi" if half else "neg_lo"), 0, count)
-        values = [
-            np.ascontiguousarray(_word(m, of, pick)).view(np.float32) * np.float32(1 - 2 * sign)
-            for of, pick, sign in zip(i.operands[1:], chosen, signs, strict=True)
-        ]
-        with np.errstate(all="ignore"):
-            results.append(compute(*values).view(np.uint32))
-    for half, value in enumerate(results):
-        m.put_vector(i.operands[0].index + half, value)
-
-
-_HALVES: dict[str, tuple[int, str, Callable[..., Array]]] = {
-    "v_pk_add_f16": (2, "f16", lambda a, b: a + b),
-    "v_pk_mul_f16": (2, "f16", lambda a, b: a * b),
-    "v_pk_fma_f16": (3, "f16", floats.fma16),
-    "v_pk_add_u16": (2, "u16", lambda a, b: a + b),
-    "v_pk_sub_i16": (2, "u16", lambda a, b: a - b),
-    "v_pk_mul_lo_u16": (2, "u16", lambda a, b: a * b),
-    "v_pk_lshlrev_b16": (2, "u16", lambda a, b: b << (a & 15)),
-    "v_pk_lshrrev_b16": (2, "u16", lambda a, b: b >> (a & 15)),
-}
-
-
 def _half(m: Machine, of: Operand, high: int, kind: str) -> Array:
-    """16 bits of a source; an inline constant has them below zeros."""
+    """16 bits of a source; an inline constant has them below zeros, or below its sign."""
     if of.kind in ("int", "float"):
         if not -16 <= of.value <= 64:
             raise m.fault("a literal here is not supported")
-        bits = np.full((1, 1), 0 if high and of.kind == "float" else constant(of, kind), np.uint32)
-        if high and of.kind == "int" and of.value > 0:
-            bits = bits * np.uint32(0)
-        return bits.astype(np.uint16)
-    word = _word(m, of, 0)
-    return (word >> np.uint32(16 * high)).astype(np.uint16)
+        above = 0xFFFF if of.kind == "int" and of.value < 0 else 0
+        return np.full((1, 1), (above if high else constant(of, kind)) & 0xFFFF, np.uint16)
+    return (_word(m, of, 0) >> np.uint32(16 * high)).astype(np.uint16)
 
 
-@handles(*_HALVES)
-def _two_halves(m: Machine, i: Instruction) -> None:
-    count, kind, compute = _HALVES[i.name]
+@handles(*_PACKED)
+def _both(m: Machine, i: Instruction) -> None:
+    count, kind, compute = _PACKED[i.name]
     if "clamp" in i.modifiers:
         raise m.fault("clamping packed values is not supported")
-    result = np.zeros(m.mask.shape, np.uint32)
-    type_of = np.float16 if kind == "f16" else np.uint16
-    for half, key, default in ((0, "op_sel", 0), (1, "op_sel_hi", 1)):
-        chosen = _list(i.modifiers.get(key), default, count)
-        signs = _list(i.modifiers.get("neg_hi" if half else "neg_lo"), 0, count)
+    results = []
+    for half, key, sign in ((0, "op_sel", "neg_lo"), (1, "op_sel_hi", "neg_hi")):
         values = []
-        for of, pick, sign in zip(i.operands[1:], chosen, signs, strict=True):
-            value = np.ascontiguousarray(_half(m, of, pick, kind)).view(type_of)
-            values.append(-value if sign else value)
+        for of, pick, minus in zip(i.operands[1:], i.bits(key, half, count),
+                                   i.bits(sign, 0, count), strict=True):  # fmt: skip
+            one = _word(m, of, pick) if kind is np.float32 else _half(
+                m, of, pick, "f16" if kind is np.float16 else "u16")  # fmt: skip
+            value = np.ascontiguousarray(one).view(kind)
+            values.append(-value if minus else value)
         with np.errstate(all="ignore"):
-            bits = np.ascontiguousarray(compute(*values), type_of).view(np.uint16)
-        result |= bits.astype(np.uint32) << np.uint32(16 * half)
-    m.put_vector(i.operands[0].index, result)
+            results.append(np.ascontiguousarray(compute(*values), kind))
+    low, high = (x.view(f"u{x.itemsize}") for x in results)
+    if kind is np.float32:
+        _put_pair(m, i, low, high)
+    else:
+        m.put_vector(i.operands[0].index, floats.halves(low, high))
+
+
+def _put_pair(m: Machine, i: Instruction, low: Array, high: Array) -> None:
+    m.put_vector(i.operands[0].index, low)
+    m.put_vector(i.operands[0].index + 1, high)
+
+
+@handles("v_pk_mov_b32")
+def _move(m: Machine, i: Instruction) -> None:
+    """The low word comes from source 0 and the high one from source 1."""
+    picks = i.bits("op_sel", 0, 2)
+    _put_pair(m, i, *(_word(m, of, p).copy() for of, p in zip(i.operands[1:], picks, strict=True)))
 
 
 @handles("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
 def _mixed(m: Machine, i: Instruction) -> None:
     """A fused multiply-add whose sources are float32, or where op_sel_hi says so float16."""
-    narrow = _list(i.modifiers.get("op_sel_hi"), 0, 3)
-    upper = _list(i.modifiers.get("op_sel"), 0, 3)
+    narrow = i.bits("op_sel_hi", 0, 3)
+    upper = i.bits("op_sel", 0, 3)
     values = []
     for of, is_half, high in zip(i.operands[1:], narrow, upper, strict=True):
         if is_half:
@@ -127,13 +107,7 @@ def _mixed(m: Machine, i: Instruction) -> None:
             m.put_vector(to, floats.fma32(*values).view(np.uint32))
             return
         bits = floats.fma16(*values).view(np.uint16).astype(np.uint32)
-        # The other half of the register stays; before its first write it holds nothing.
-        known = m.v_known[to, m.waves]
-        before = np.where(known, m.v[to, m.waves], np.uint32(0))
-        if i.name == "v_fma_mixlo_f16":
-            m.put_vector(to, before & np.uint32(0xFFFF0000) | bits)
-        else:
-            m.put_vector(to, before & np.uint32(0xFFFF) | bits << np.uint32(16))
+        m.put_half(to, bits, i.name == "v_fma_mixhi_f16")
 
 
 _MATRIX = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_(bf16|f16|f32|xf32)(_1k)?$")

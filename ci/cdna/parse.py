@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 VCC, M0, EXEC = 106, 124, 126
 ACCUMULATORS = 256  # AGPR n is row 256 + n of the vector file
@@ -46,6 +47,16 @@ class Instruction:
     text: str
     line: int
 
+    def number(self, name: str) -> int:
+        """A numeric modifier, 0 where it is absent."""
+        return int(self.modifiers.get(name, "0"), 0)
+
+    def bits(self, name: str, default: int, count: int) -> list[int]:
+        """A modifier that lists bits, such as op_sel:[0,1]; what it leaves out is `default`."""
+        text = self.modifiers.get(name, "").strip("[]")
+        found = [int(x) for x in text.split(",")] if text else []
+        return [*found, *[default] * (count - len(found))]
+
 
 @dataclass
 class Program:
@@ -62,11 +73,12 @@ def operand(text: str) -> Operand:
     """One operand. Raises CodeError where the text is none."""
     text = text.strip()
     if text.startswith("-") and not re.fullmatch(r"-[\d.].*", text):
-        return _with(operand(text[1:]), negate=True)
+        return replace(operand(text[1:]), negate=True)
     for opening, closing, mark in (("|", "|", "absolute"), ("abs(", ")", "absolute"),
                                    ("neg(", ")", "negate"), ("sext(", ")", "sext")):  # fmt: skip
         if text.startswith(opening) and text.endswith(closing):
-            return _with(operand(text[len(opening) : -1]), **{mark: True})
+            marks: dict[str, Any] = {mark: True}
+            return replace(operand(text[len(opening) : -1]), **marks)
     if text in _NAMED:
         index, count = _NAMED[text]
         return Operand("s", index, count)
@@ -83,14 +95,6 @@ def operand(text: str) -> Operand:
     if re.fullmatch(r"[.\w$()]+(,\s*\d+)*\)?|hwreg\(.*\)", text):
         return Operand("name", name=text)
     raise CodeError(f"operand {text!r} is not understood")
-
-
-def _with(of: Operand, **marks: bool) -> Operand:
-    return Operand(
-        of.kind, of.index, of.count, of.value, of.name,
-        marks.get("negate", of.negate), marks.get("absolute", of.absolute),
-        marks.get("sext", of.sext),
-    )  # fmt: skip
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -7,202 +7,133 @@ from typing import Any
 
 import numpy as np
 
+from ci.cdna import integers
+from ci.cdna.integers import low, signed64, unsigned64
 from ci.cdna.machine import ENDED, HANDLERS, WAITING, Machine, handles
-from ci.cdna.parse import EXEC, VCC, Instruction, Operand
+from ci.cdna.parse import EXEC, VCC, CodeError, Instruction, Operand
 
 Array = np.ndarray[Any, Any]
-U64, I64 = np.uint64, np.int64
+U64 = np.uint64
+_NUMBERS: dict[str, Any] = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64}
 
 
-def _i(x: Array) -> Array:
-    """uint32 as signed, in 64 bits."""
-    return x.view(np.int32).astype(I64)
+def _over(total: Callable[..., Array]) -> Callable[..., Array]:
+    """Whether a sum or difference in int64 is beyond 32 bits of the sources' type."""
+
+    def check(a: Array, b: Array) -> Array:
+        wide, kind = total(signed64(a), signed64(b)), np.iinfo(a.dtype)
+        return (wide < kind.min) | (wide > kind.max)
+
+    return check
 
 
-def _u(x: Array) -> Array:
-    return x.astype(U64)
+def _shifted_sum(shift: int) -> tuple[str, Callable[..., Array], Any]:
+    return (
+        "u32 u32 u32",
+        lambda a, b: (a << np.uint32(shift)) + b,
+        _over(lambda a, b: (a << shift) + b),
+    )
 
 
-def _low(x: Array) -> Array:
-    return (x.astype(U64, casting="unsafe") & U64(0xFFFFFFFF)).astype(np.uint32)
-
-
-def _fits(x: Array) -> Array:
-    """Whether int64 values are within 32 signed bits."""
-    return (x < -(1 << 31)) | (x >= 1 << 31)
-
-
-def _bfe(x: Array, control: Array, signed: bool) -> Array:
-    offset, width = (control & 31).astype(I64), (control >> 16 & 127).astype(I64)
-    wide = _i(x) if signed else x.astype(I64)
-    field = wide >> offset & (np.left_shift(I64(1), width) - 1)
-    if signed:
-        sign = np.where(width > 0, np.left_shift(I64(1), np.maximum(width - 1, 0)), 0)
-        field = (field ^ sign) - sign
-    return _low(field)
-
-
-def _reverse(x: Array) -> Array:
-    octets = np.ascontiguousarray(x)[:, None].view(np.uint8)
-    bits = np.unpackbits(octets, axis=1, bitorder="little")[:, ::-1]
-    return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)[:, 0]
-
-
-def _first_one(x: Array) -> Array:
-    """Index of the lowest set bit, -1 if there is none; x uint32 or uint64."""
-    bits = np.unpackbits(np.ascontiguousarray(x[:, None]).view(np.uint8), axis=1, bitorder="little")
-    return np.where(bits.any(axis=1), bits.argmax(axis=1), 0xFFFFFFFF).astype(np.uint32)
-
-
-def _leading_one(x: Array) -> Array:
-    """Zeros above the highest set bit of uint32, -1 for none."""
-    return _first_one(_reverse(x))
-
-
-def _popcount(x: Array) -> Array:
-    return np.bitwise_count(x).astype(np.uint32)
-
-
-# result and SCC of 32-bit operations; None leaves SCC as it is, "nonzero" is what it says.
-_TWO: dict[str, tuple[Callable[[Array, Array], Array], Any]] = {
-    "s_add_u32": (lambda a, b: a + b, lambda a, b: _u(a) + _u(b) > U64(0xFFFFFFFF)),
-    "s_add_i32": (lambda a, b: a + b, lambda a, b: _fits(_i(a) + _i(b))),
-    "s_sub_u32": (lambda a, b: a - b, lambda a, b: b > a),
-    "s_sub_i32": (lambda a, b: a - b, lambda a, b: _fits(_i(a) - _i(b))),
-    "s_mul_i32": (lambda a, b: a * b, None),
-    "s_mul_hi_u32": (lambda a, b: (_u(a) * _u(b) >> U64(32)).astype(np.uint32), None),
-    "s_mul_hi_i32": (lambda a, b: _low(_i(a) * _i(b) >> 32), None),
-    "s_min_i32": (lambda a, b: np.where(_i(a) < _i(b), a, b), lambda a, b: _i(a) < _i(b)),
-    "s_max_i32": (lambda a, b: np.where(_i(a) > _i(b), a, b), lambda a, b: _i(a) > _i(b)),
-    "s_min_u32": (np.minimum, lambda a, b: a < b),
-    "s_max_u32": (np.maximum, lambda a, b: a > b),
-    "s_and_b32": (np.bitwise_and, "nonzero"),
-    "s_or_b32": (np.bitwise_or, "nonzero"),
-    "s_xor_b32": (np.bitwise_xor, "nonzero"),
-    "s_andn2_b32": (lambda a, b: a & ~b, "nonzero"),
-    "s_orn2_b32": (lambda a, b: a | ~b, "nonzero"),
-    "s_lshl_b32": (lambda a, b: a << (b & 31), "nonzero"),
-    "s_lshr_b32": (lambda a, b: a >> (b & 31), "nonzero"),
-    "s_ashr_i32": (lambda a, b: _low(_i(a) >> (b & 31).astype(I64)), "nonzero"),
-    "s_bfe_u32": (lambda a, b: _bfe(a, b, False), "nonzero"),
-    "s_bfe_i32": (lambda a, b: _bfe(a, b, True), "nonzero"),
-}
-
-
-def _shifted_sum(shift: int) -> tuple[Callable[[Array, Array], Array], Any]:
-    def over(a: Array, b: Array) -> Array:
-        return (_u(a) << U64(shift)) + _u(b) > U64(0xFFFFFFFF)
-
-    return lambda a, b: (a << np.uint32(shift)) + b, over
-
-
-_TWO |= {f"s_lshl{shift}_add_u32": _shifted_sum(shift) for shift in (1, 2, 3, 4)}
-_TWO_WIDE: dict[str, Callable[[Array, Array], Array]] = {
-    "s_and_b64": np.bitwise_and,
-    "s_or_b64": np.bitwise_or,
-    "s_xor_b64": np.bitwise_xor,
-    "s_andn2_b64": lambda a, b: a & ~b,
-    "s_orn2_b64": lambda a, b: a | ~b,
-    "s_nand_b64": lambda a, b: ~(a & b),
-    "s_nor_b64": lambda a, b: ~(a | b),
-    "s_xnor_b64": lambda a, b: ~(a ^ b),
-}
-_SHIFT_WIDE: dict[str, Callable[[Array, Array], Array]] = {
-    "s_lshl_b64": lambda a, b: a << (b & 63).astype(U64),
-    "s_lshr_b64": lambda a, b: a >> (b & 63).astype(U64),
-    "s_ashr_i64": lambda a, b: (a.view(I64) >> (b & 63).astype(I64)).view(U64),
-}
-_ONE: dict[str, tuple[Callable[[Array], Array], Any]] = {
-    "s_mov_b32": (lambda a: a, None),
-    "s_not_b32": (lambda a: ~a, "nonzero"),
-    "s_brev_b32": (_reverse, None),
-    "s_abs_i32": (lambda a: _low(np.abs(_i(a))), "nonzero"),
-    "s_bcnt1_i32_b32": (_popcount, "nonzero"),
-    "s_ff1_i32_b32": (_first_one, None),
-    "s_flbit_i32_b32": (_leading_one, None),
-    "s_sext_i32_i8": (lambda a: _low(a.astype(np.int8).astype(I64)), None),
-    "s_sext_i32_i16": (lambda a: _low(a.astype(np.int16).astype(I64)), None),
-}
+# name: (types of result and sources, function, SCC). SCC stays where None, and is whether the
+# result is not zero where True.
+_TABLE: dict[str, tuple[str, Callable[..., Array], Any]] = {
+    **dict.fromkeys(("s_mov_b32", "s_movk_i32"), ("u32 u32", lambda a: a, None)),
+    "s_mov_b64": ("u64 u64", lambda a: a, None),
+    "s_not_b32": ("u32 u32", lambda a: ~a, True),
+    "s_not_b64": ("u64 u64", lambda a: ~a, True),
+    "s_brev_b32": ("u32 u32", integers.reverse, None),
+    "s_abs_i32": ("u32 i32", lambda a: low(np.abs(signed64(a))), True),
+    "s_bcnt1_i32_b32": ("u32 u32", integers.count, True),
+    "s_bcnt1_i32_b64": ("u32 u64", integers.count, True),
+    "s_ff1_i32_b32": ("u32 u32", integers.first_one, None),
+    "s_ff1_i32_b64": ("u32 u64", integers.first_one, None),
+    "s_flbit_i32_b32": ("u32 u32", integers.leading_one, None),
+    "s_sext_i32_i8": ("u32 u32", lambda a: low(a.astype(np.int8)), None),
+    "s_sext_i32_i16": ("u32 u32", lambda a: low(a.astype(np.int16)), None),
+    "s_add_u32": ("u32 u32 u32", np.add, _over(np.add)),
+    "s_add_i32": ("u32 i32 i32", np.add, _over(np.add)),
+    "s_addk_i32": ("u32 i32 i32", np.add, _over(np.add)),
+    "s_sub_u32": ("u32 u32 u32", np.subtract, _over(np.subtract)),
+    "s_sub_i32": ("u32 i32 i32", np.subtract, _over(np.subtract)),
+    **dict.fromkeys(("s_mul_i32", "s_mulk_i32"), ("u32 u32 u32", np.multiply, None)),
+    "s_mul_hi_u32": ("u32 u32 u32", lambda a, b: integers.high(unsigned64(a) * b), None),
+    "s_mul_hi_i32": ("u32 i32 i32", lambda a, b: integers.high(signed64(a) * b), None),
+    "s_min_i32": ("u32 i32 i32", np.minimum, np.less),
+    "s_max_i32": ("u32 i32 i32", np.maximum, np.greater),
+    "s_min_u32": ("u32 u32 u32", np.minimum, np.less),
+    "s_max_u32": ("u32 u32 u32", np.maximum, np.greater),
+    **{
+        f"s_{name}_b{bits}": (f"u{bits} u{bits} u{bits}", compute, True)
+        for bits in (32, 64)
+        for name, compute in (
+            ("and", np.bitwise_and), ("or", np.bitwise_or), ("xor", np.bitwise_xor),
+            ("andn2", lambda a, b: a & ~b), ("orn2", lambda a, b: a | ~b),
+            ("nand", lambda a, b: ~(a & b)), ("nor", lambda a, b: ~(a | b)),
+            ("xnor", lambda a, b: ~(a ^ b)),
+        )
+    },
+    "s_lshl_b32": ("u32 u32 u32", lambda a, b: a << (b & 31), True),
+    "s_lshr_b32": ("u32 u32 u32", lambda a, b: a >> (b & 31), True),
+    "s_ashr_i32": ("u32 i32 i32", lambda a, b: a >> (b & 31), True),
+    "s_lshl_b64": ("u64 u64 u32", lambda a, b: a << unsigned64(b & 63), True),
+    "s_lshr_b64": ("u64 u64 u32", lambda a, b: a >> unsigned64(b & 63), True),
+    "s_ashr_i64": ("u64 i64 u32", lambda a, b: a >> signed64(b & 63), True),
+    "s_bfe_u32": ("u32 u32 u32", lambda a, b: integers.bit_field(a, b & 31, b >> 16 & 127), True),
+    "s_bfe_i32": ("u32 i32 u32", lambda a, b: integers.bit_field(a, b & 31, b >> 16 & 127), True),
+    **{f"s_lshl{shift}_add_u32": _shifted_sum(shift) for shift in (1, 2, 3, 4)},
+}  # fmt: skip
 _RELATIONS: dict[str, Callable[[Array, Array], Array]] = {
     "eq": np.equal, "lg": np.not_equal, "gt": np.greater, "ge": np.greater_equal,
     "lt": np.less, "le": np.less_equal,
 }  # fmt: skip
 
 
-def _result(m: Machine, to: Operand, value: Array, scc: Any, *sources: Array) -> None:
-    m.put_scalar(to.index, value)
-    if scc == "nonzero":
-        m.scc[m.waves] = value != 0
-    elif scc is not None:
-        m.scc[m.waves] = scc(*sources)
+def _source(m: Machine, of: Operand, kind: str) -> Array:
+    read = m.scalar64 if kind.endswith("64") else m.scalar32
+    return read(of).view(_NUMBERS[kind])
 
 
-@handles(*_TWO)
-def _two(m: Machine, i: Instruction) -> None:
-    compute, scc = _TWO[i.name]
-    a, b = m.scalar32(i.operands[1]), m.scalar32(i.operands[2])
-    _result(m, i.operands[0], compute(a, b), scc, a, b)
+def _immediate(i: Instruction, position: int, signed: bool = True) -> Operand:
+    """The 16-bit constant of an instruction, which may be printed with or without its sign."""
+    value = int(i.operands[position].value) & 0xFFFF
+    return Operand("int", value=(value ^ 0x8000) - 0x8000 if signed else value)
 
 
-@handles(*_ONE)
-def _one(m: Machine, i: Instruction) -> None:
-    compute, scc = _ONE[i.name]
-    a = m.scalar32(i.operands[1])
-    _result(m, i.operands[0], compute(a), scc, a)
+@handles(*_TABLE)
+def _compute(m: Machine, i: Instruction) -> None:
+    types, compute, scc = _TABLE[i.name]
+    result, *kinds = types.split()
+    sources = i.operands[1:]
+    if i.name.endswith("k_i32"):  # of these the destination is the first source
+        sources = (*(i.operands[:1] if len(kinds) == 2 else ()), _immediate(i, 1))
+    values = [_source(m, of, kind) for of, kind in zip(sources, kinds, strict=True)]
+    value = compute(*values).view(_NUMBERS[result])
+    (m.put64 if result == "u64" else m.put_scalar)(i.operands[0].index, value)
+    if scc is not None:
+        m.scc[m.waves] = value != 0 if scc is True else scc(*values)
 
 
 @handles("s_addc_u32", "s_subb_u32")
 def _carry(m: Machine, i: Instruction) -> None:
-    a, b = _u(m.scalar32(i.operands[1])), _u(m.scalar32(i.operands[2]))
-    carry = m.scc[m.waves].astype(U64)
-    if i.name == "s_addc_u32":
-        total = a + b + carry
-        m.scc[m.waves] = total > U64(0xFFFFFFFF)
-    else:
-        total = a - b - carry
-        m.scc[m.waves] = b + carry > a
-    m.put_scalar(i.operands[0].index, _low(total))
-
-
-@handles("s_movk_i32", "s_addk_i32", "s_mulk_i32")
-def _short(m: Machine, i: Instruction) -> None:
-    value = np.int16(np.uint16(int(i.operands[1].value) & 0xFFFF)).astype(I64)
-    to = i.operands[0].index
-    if i.name == "s_movk_i32":
-        m.put_scalar(to, int(value) & 0xFFFFFFFF)
-        return
-    before = _i(m.scalar(to))
-    wide = before + value if i.name == "s_addk_i32" else before * value
-    if i.name == "s_addk_i32":
-        m.scc[m.waves] = _fits(wide)
-    m.put_scalar(to, _low(wide))
-
-
-def _compare_short(m: Machine, i: Instruction) -> None:
-    _, _, relation, kind = i.name.split("_")
-    value = int(i.operands[1].value)
-    a = m.scalar32(i.operands[0])
-    left = a.astype(I64) if kind == "u32" else _i(a)
-    if kind == "i32":
-        value = ((value & 0xFFFF) ^ 0x8000) - 0x8000
-    m.scc[m.waves] = _RELATIONS[relation](left, np.asarray(value))
+    a, b = (signed64(m.scalar32(of)) for of in i.operands[1:])
+    carry = signed64(m.scc[m.waves])
+    total = a + b + carry if i.name == "s_addc_u32" else a - b - carry
+    m.scc[m.waves] = (total < 0) | (total > 0xFFFFFFFF)
+    m.put_scalar(i.operands[0].index, low(total))
 
 
 def _compare(m: Machine, i: Instruction) -> None:
-    _, _, relation, kind = i.name.split("_")
-    if kind == "u64":
-        a, b = m.scalar64(i.operands[0]), m.scalar64(i.operands[1])
-    else:
-        a, b = m.scalar32(i.operands[0]), m.scalar32(i.operands[1])
-        if kind == "i32":
-            a, b = _i(a), _i(b)
+    _, form, relation, kind = i.name.split("_")
+    right = _immediate(i, 1, kind == "i32") if form == "cmpk" else i.operands[1]
+    a, b = _source(m, i.operands[0], kind), _source(m, right, kind)
     m.scc[m.waves] = _RELATIONS[relation](a, b)
 
 
 for _name in _RELATIONS:
     for _kind in ("u32", "i32"):
         HANDLERS[f"s_cmp_{_name}_{_kind}"] = _compare
-        HANDLERS[f"s_cmpk_{_name}_{_kind}"] = _compare_short
+        HANDLERS[f"s_cmpk_{_name}_{_kind}"] = _compare
     if _name in ("eq", "lg"):
         HANDLERS[f"s_cmp_{_name}_u64"] = _compare
 
@@ -226,41 +157,10 @@ def _choose(m: Machine, i: Instruction) -> None:
     (m.put64 if wide else m.put_scalar)(i.operands[0].index, value)
 
 
-@handles("s_mov_b64", "s_not_b64")
-def _wide_one(m: Machine, i: Instruction) -> None:
-    value = m.scalar64(i.operands[1])
-    if i.name == "s_not_b64":
-        value = ~value
-        m.scc[m.waves] = value != 0
-    m.put64(i.operands[0].index, value)
-
-
-@handles("s_bcnt1_i32_b64", "s_ff1_i32_b64")
-def _count(m: Machine, i: Instruction) -> None:
-    a = m.scalar64(i.operands[1])
-    value = _popcount(a) if "bcnt1" in i.name else _first_one(a)
-    _result(m, i.operands[0], value, "nonzero" if "bcnt1" in i.name else None)
-
-
-@handles(*_TWO_WIDE)
-def _wide_two(m: Machine, i: Instruction) -> None:
-    value = _TWO_WIDE[i.name](m.scalar64(i.operands[1]), m.scalar64(i.operands[2]))
-    m.put64(i.operands[0].index, value)
-    m.scc[m.waves] = value != 0
-
-
-@handles(*_SHIFT_WIDE)
-def _wide_shift(m: Machine, i: Instruction) -> None:
-    value = _SHIFT_WIDE[i.name](m.scalar64(i.operands[1]), m.scalar32(i.operands[2]))
-    m.put64(i.operands[0].index, value)
-    m.scc[m.waves] = value != 0
-
-
 @handles("s_and_saveexec_b64", "s_or_saveexec_b64", "s_andn2_saveexec_b64", "s_xor_saveexec_b64")
 def _save_exec(m: Machine, i: Instruction) -> None:
-    source = m.scalar64(i.operands[1])
-    before = m.scalar64(Operand("s", EXEC, 2))
-    after = _TWO_WIDE[i.name.replace("_saveexec", "")](source, before)
+    source, before = m.scalar64(i.operands[1]), m.scalar64(Operand("s", EXEC, 2))
+    after = _TABLE[i.name.replace("_saveexec", "")][1](source, before)
     m.put64(i.operands[0].index, before)
     m.put64(EXEC, after)
     m.scc[m.waves] = after != 0
@@ -294,10 +194,9 @@ def _barrier(m: Machine, i: Instruction) -> None:
     m.stop(WAITING)
 
 
-@handles("s_nop", "s_setprio", "s_sleep", "s_icache_inv", "s_sethalt", "buffer_wbl2", "buffer_inv",
-         "s_inst_prefetch")  # fmt: skip
+@handles("s_nop", "s_setprio", "s_sleep", "s_icache_inv", "s_sethalt", "s_inst_prefetch", "v_nop")
 def _nothing(m: Machine, i: Instruction) -> None:
-    """Time, priorities and caches are not modelled."""
+    """Time and priorities are not modelled."""
 
 
 @handles("s_setreg_imm32_b32")
@@ -327,11 +226,13 @@ def _wait(m: Machine, i: Instruction) -> None:
 def _load(m: Machine, i: Instruction) -> None:
     words = int(i.name.partition("dword")[2].removeprefix("x") or 1)
     to, base, offset = i.operands
-    place = m.scalar64(base) + U64(int(i.modifiers.get("offset", "0"), 0))
     more = m.scalar32(offset) if offset.kind == "s" else int(offset.value) & (1 << 64) - 1
-    place = place + np.asarray(more, U64)
-    data = m.memory.read(place & ~U64(3), 4 * words).view(np.uint32)
+    place = m.scalar64(base) + U64(i.number("offset")) + np.asarray(more, U64)
+    try:
+        data = m.memory.read(place & ~U64(3), 4 * words, m.first_group + m.group[m.waves])
+    except CodeError as error:
+        raise m.fault(str(error)) from None
     m.sm.issued[m.waves] += 1
-    for word in range(words):
-        m.put_scalar(to.index + word, data[:, word])
+    for word, value in enumerate(data.view(np.uint32).T):
+        m.put_scalar(to.index + word, value)
         m.mark_loading("s", to.index + word, m.sm)

@@ -50,6 +50,14 @@ def test_line_budget() -> None:
     assert {p.name: n for p in sources() if (n := line_count([p])) > 700} == {}
 
 
+def test_the_executor_of_amd_code_stays_small() -> None:
+    """It judges kernels, so it must be possible to read it: at most 2,500 lines."""
+    files = sorted((ROOT / "ci" / "cdna").glob("*.py"))
+    assert len(files) > 10
+    assert line_count(files) <= 2_500
+    assert all(ast.get_docstring(ast.parse(path.read_text())) for path in files)
+
+
 def test_every_file_says_what_it_is_for() -> None:
     silent = [p for p in sources() if not ast.get_docstring(ast.parse(p.read_text()))]
     assert silent == []

@@ -41,13 +41,17 @@ s_waitcnt lgkmcnt(0)
 
 
 def execute(
-    body: str, data: np.ndarray[Any, Any], waves: int = 1, chip: str = "gfx942", budget: int = 2000
-) -> np.ndarray[Any, Any]:
-    """Run PROLOGUE and `body` on a copy of `data`, the kernel's one buffer, and return it."""
+    body: str, data: np.ndarray[Any, Any], waves: int = 1, chip: str = "gfx942", budget: int = 2000,
+    groups: int = 1,
+) -> np.ndarray[Any, Any]:  # fmt: skip
+    """Run PROLOGUE and `body` on a copy of `data`, the kernel's one buffer, and return it.
+
+    s2 holds the workgroup's number.
+    """
     text = _FRAME.format(body=PROLOGUE + body)
     assemble_amdgcn(text, chip, "")  # raises where the text is not code of this chip
     kernarg = np.zeros(8, np.uint8)
     memory = Memory([np.ascontiguousarray(data).view(np.uint8).ravel(), kernarg])
     memory.contents(1)[:] = np.array([memory.address(0)], np.uint64).view(np.uint8)
-    run_program(program(text), memory, bytes(8), (1,), waves, 1024, chip, budget)
+    run_program(program(text), memory, bytes(8), (groups,), waves, 1024, chip, budget)
     return memory.contents(0).view(data.dtype).reshape(data.shape)

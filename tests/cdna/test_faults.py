@@ -87,6 +87,57 @@ def test_fault_is_reported_and_its_repair_is_not(name: str) -> None:
         execute(wrong, data, waves)
 
 
+# Workgroup 0 stores, then counts up a flag; workgroup 1 comes later and reads what was stored.
+PASS = """
+v_mov_b32_e32 v2, 7
+v_mov_b32_e32 v4, 0x200
+s_cmp_eq_u32 s2, 0
+s_cbranch_scc0 .Lreader
+buffer_store_dword v2, v1, s[4:7], 0 offen {scope}
+{release}
+s_waitcnt vmcnt(0)
+buffer_atomic_add v2, v4, s[4:7], 0 offen
+s_branch .Lend
+.Lreader:
+buffer_atomic_add v2, v4, s[4:7], 0 offen sc0
+s_waitcnt vmcnt(0)
+{acquire}
+buffer_load_dword v2, v1, s[4:7], 0 offen {fresh}
+s_waitcnt vmcnt(0)
+buffer_store_dword v2, v1, s[4:7], 0 offen offset:256
+.Lend:
+"""
+
+
+def _passed(release: str = "", acquire: str = "", scope: str = "", fresh: str = "") -> np.ndarray:
+    body = PASS.format(release=release, acquire=acquire, scope=scope, fresh=fresh)
+    return execute(body, np.zeros(192, np.uint32), groups=2)[64:128]
+
+
+def test_data_between_workgroups_needs_release_and_acquire() -> None:
+    """Write back and invalidate at agent scope, or accesses that pass by the caches."""
+    ways = ({"release": "buffer_wbl2 sc1", "acquire": "buffer_inv sc1"},
+            {"scope": "sc1", "acquire": "buffer_inv sc1"},
+            {"scope": "sc1", "fresh": "sc1"})  # fmt: skip
+    for way in ways:
+        assert (_passed(**way) == 7).all()
+    with pytest.raises(CodeError, match="workgroup 0 stored in the same launch and did not rele"):
+        _passed(acquire="buffer_inv sc1")
+    with pytest.raises(CodeError, match="did not release"):
+        _passed(release="buffer_wbl2 sc0", acquire="buffer_inv sc1")
+    with pytest.raises(CodeError, match="without an acquire at agent scope"):
+        _passed(release="buffer_wbl2 sc1")
+    with pytest.raises(CodeError, match="without an acquire at agent scope"):
+        _passed(release="buffer_wbl2 sc1", acquire="buffer_inv sc0")
+
+
+def test_workgroups_that_store_one_place_must_agree() -> None:
+    same = "v_mov_b32_e32 v2, 7\n" + STORE
+    assert (execute(same, np.zeros(64, np.uint32), groups=2) == 7).all()
+    with pytest.raises(CodeError, match="two workgroups store different values"):
+        execute("v_mov_b32_e32 v2, s2\n" + STORE, np.zeros(64, np.uint32), groups=2)
+
+
 def test_bytes_pass_between_waves() -> None:
     """The value each thread stored comes back to the thread of the other wave."""
     found = execute(SHARE.format(barrier="s_barrier"), np.zeros(128, np.uint32), 2)
