@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from inkling_portable.numerics import Tolerance
 
 Predicate = Callable[[Target, "Facts"], "str | None"]
+Gather = Callable[[Any], "list[Any]"]  # one picklable value of every rank, in rank order
 TABLES = ("cuda", "rocm", "engine", "triton", "reference")
 
 
@@ -40,7 +41,8 @@ class Facts:
     """What is asked of a machine: the settled settings of model and engine.
 
     Widths are of the whole model, not of one rank. `page_size` is 0 until the cache is bound.
-    `failed` has the code of every offer that failed the self-test on this machine, and why.
+    `failed` has what must not be chosen, and why: the code of every offer that failed the
+    self-test on this machine, the key of every offer that some rank refuses.
     """
 
     model: str = "large"
@@ -152,6 +154,9 @@ class Offer:
     only_if_asked: bool | Predicate = False  # a predicate says why it waits to be asked for
     note: str = ""
     verified: str = "run"  # or "signature only": calls of a library that no test here can run
+    # "module:attribute" of what ranks run together before the row may serve them, for rows that own
+    # memory shared between ranks: (target, facts, group, gather) -> None or a sentence.
+    prepare: str | None = None
     # Whether a row's result never depends on the rest of the batch; or "module:attribute" of the
     # function for which that holds, which serves under batch invariance.
     invariant: bool | str = False
@@ -169,7 +174,13 @@ class Offer:
             reason = predicate(target, facts)
             if reason is not None:
                 return reason
-        return dict(facts.failed).get(self.code)
+        failed = dict(facts.failed)
+        return failed.get(self.code) or failed.get(self.key)
+
+    @property
+    def key(self) -> str:
+        """Names the row: one function may stand in several."""
+        return f"{self.op}={self.provider} {self.code}"
 
     def waits(self, target: Target, facts: Facts) -> str | None:
         """Why this row, though it would do, is taken only by those who ask for it."""
@@ -180,6 +191,16 @@ class Offer:
     def load(self) -> Callable[..., Any]:
         function: Callable[..., Any] = _load(self.code)
         return function
+
+    def vote(self, target: Target, facts: Facts, group: str, gather: Gather) -> str | None:
+        """Run `prepare` together with the other ranks; None, or why this rank refuses."""
+        try:
+            return None if self.prepare is None else _load(self.prepare)(
+                target, facts, group, gather
+            )  # fmt: skip
+        except Exception as error:  # whatever it is, the next row may serve
+            text = " ".join(str(error).split())
+            return f"cannot be prepared ({type(error).__name__}: {text[:200]})"
 
 
 def offers_in(package: str) -> Callable[..., Offer]:
@@ -192,6 +213,8 @@ def offers_in(package: str) -> Callable[..., Offer]:
 
         if isinstance(options.get("invariant"), str):
             options["invariant"] = complete(options["invariant"])
+        if options.get("prepare"):
+            options["prepare"] = complete(options["prepare"])
         return Offer(
             op, provider, complete(code), requires, complete(when) if when else None, **options
         )

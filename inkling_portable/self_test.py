@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -249,12 +249,3 @@ def _remember(path: Path, found: Mapping[str, str | None]) -> None:
         os.replace(file.name, path)
     except OSError:
         return
-
-
-def united(of_ranks: Iterable[Iterable[tuple[str, str]]]) -> tuple[tuple[str, str], ...]:
-    """Failures of all ranks as one fact, so that all choose alike; the first sentence counts."""
-    found: dict[str, str] = {}
-    for failed in of_ranks:
-        for code, why in failed:
-            found.setdefault(code, why)
-    return tuple(sorted(found.items()))

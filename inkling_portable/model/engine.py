@@ -126,6 +126,7 @@ __all__ = [
     "build_routed_experts",
     "cache_dtype",
     "checkpoint_folder",
+    "cpu_group",
     "eager_break",
     "expert_parallel_size",
     "expert_shard",
@@ -200,6 +201,11 @@ def gather_from_ranks(value: Any) -> list[Any]:
     found: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(found, value, group=group.cpu_group)
     return found
+
+
+def cpu_group() -> torch.distributed.ProcessGroup:
+    """The tensor-parallel ranks over gloo, for words and not for rows."""
+    return get_tp_group().cpu_group
 
 
 def receive_on_cpu() -> None:

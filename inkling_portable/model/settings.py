@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from inkling_portable.model.config import (
 from inkling_portable.model.engine import (
     VllmConfig,
     checkpoint_folder,
+    cpu_group,
     expert_parallel_size,
     gather_from_ranks,
     get_tensor_model_parallel_rank,
@@ -28,6 +30,7 @@ from inkling_portable.model.engine import (
 )
 from inkling_portable.model.loading import ALONE, Ranks, read_headers
 from inkling_portable.model.quant_layouts import Layout
+from inkling_portable.model.ranks import agreed, gather
 from inkling_portable.model.skinny import check_skinny_request
 from inkling_portable.model.weight_format import (
     Quantisation,
@@ -144,10 +147,12 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
     check_skinny_request(requests, facts.lora, facts.batch_invariant)
     asked = tuple(sorted(requests.items()))
     outcome = self_test.run(target, facts, asked)
-    failed = self_test.united(gather_from_ranks(outcome.failed) if tp > 1 else [outcome.failed])
-    settled = Settings(
+    facts = replace(facts, failed=outcome.failed)
+    if tp > 1:
+        facts = agreed(target, facts, asked, tp_group_name(), partial(gather, group=cpu_group()))
+    return Settings(
         config=config,
-        facts=replace(facts, failed=failed),
+        facts=facts,
         requests=asked,
         quantisation=quantisation,
         stored=known,
@@ -160,9 +165,6 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
         target=target,
         self_test=outcome,
     )
-    if tp > 1:
-        check_ranks_agree(gather_from_ranks(settled.chosen()))
-    return settled
 
 
 def _quantisation(vllm_config: VllmConfig) -> Quantisation:
@@ -181,21 +183,6 @@ def _quantisation(vllm_config: VllmConfig) -> Quantisation:
 def _stored(vllm_config: VllmConfig) -> frozenset[str]:
     folder = checkpoint_folder(vllm_config)
     return frozenset(read_headers(folder).shapes) if folder else frozenset()
-
-
-def check_ranks_agree(chosen: Sequence[Mapping[str, tuple[str, ...]]]) -> None:
-    """Raise SelectionError unless every rank chose the same providers for every op.
-
-    Ranks exchange partial sums inside ops, so different providers would wait for one another.
-    """
-    for rank, found in enumerate(chosen):
-        for name, providers in chosen[0].items():
-            if found[name] != providers:
-                raise SelectionError(
-                    f"tensor-parallel ranks need the same provider for {name}; rank 0 chose "
-                    f"{', '.join(providers)} and rank {rank} {', '.join(found[name])}; install the "
-                    "same libraries for both"
-                )
 
 
 def _check_drafts(vllm_config: VllmConfig, config: InklingConfig) -> None:

@@ -259,11 +259,6 @@ def test_explain_prints_it(
     assert "leave --target out" in capsys.readouterr().err
 
 
-def test_failures_of_all_ranks_are_one_fact() -> None:
-    united = self_test.united([[("a:f", "x")], [], [("b:g", "y"), ("a:f", "z")]])
-    assert united == (("a:f", "x"), ("b:g", "y"))
-
-
 def test_a_broken_device_ends_the_start(
     kernels: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

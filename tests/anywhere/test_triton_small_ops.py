@@ -6,7 +6,6 @@ of tests/compile and tests/gpu.
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,41 +236,6 @@ def test_names_of_blocks_do_not_matter(op: str) -> None:
             assert torch.equal(
                 a.double().nan_to_num(7e7), (b[names] if is_state else b).double().nan_to_num(7e7)
             ), i
-
-
-def _rank(rank: int, store: str, results: str) -> None:
-    """One of two processes: its half of the partial sums and of the channels."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    a = one_request(9, 4)
-    share = a["conv_weight"].shape[0] // 2
-    mine = slice(rank * share, (rank + 1) * share)
-    a["partial"] = a["partial"] * (0.25 if rank else 0.75)  # the sum over ranks is the whole
-    a["extra"] = a["extra"] * (0.25 if rank else 0.75)
-    a["conv_weight"] = a["conv_weight"][mine]
-    a["state"] = a["state"].flatten(2)[..., mine].unflatten(2, (3, share // 3))
-    a["group"] = dist.group.WORLD.group_name
-    out = provider("conv_residual_norm")(**a)
-    torch.save({"out": out, "state": a["state"]}, f"{results}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_two_ranks_sum_to_one(tmp_path: Path) -> None:
-    """Channels shard over ranks: exchanges and kernels equal one rank with all channels."""
-    import torch.multiprocessing as mp
-
-    mp.start_processes(_rank, (str(tmp_path / "store"), str(tmp_path)), nprocs=2,
-                       start_method="fork")  # fmt: skip
-    whole = one_request(9, 4)
-    normed, summed = contract("conv_residual_norm").reference(**whole)
-    state = whole["state"].flatten(2)
-    for rank in range(2):
-        saved = torch.load(tmp_path / f"{rank}.pt")
-        torch.testing.assert_close(saved["out"][0], normed, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(saved["out"][1], summed, rtol=1e-5, atol=1e-5)
-        mine = state[..., rank * 12 : (rank + 1) * 12]
-        torch.testing.assert_close(saved["state"].flatten(2), mine, rtol=1e-6, atol=1e-6)
 
 
 # --- refusals ------------------------------------------------------------------------------------
