@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -60,16 +61,7 @@ class Tolerance:
             snr = float(10 * torch.log10((t**2).sum().clamp_min(1e-300) / noise))
             return f"SNR {snr:.1f} dB is below {self.amount} dB" if snr < self.amount else None
         step = torch.finfo(got.dtype).eps * scale
-        # Sums are float32. Where storage is no narrower than that, the baseline's error is a few
-        # roundings, lucky ones perhaps, and another order of summation multiplies it.
-        narrow = got.dtype.itemsize < 4
-        factor, steps = self.amount, 1.0
-        if not narrow:
-            factor, steps = max(5, self.amount) * self.spread, 4 * self.spread
-        if self.kind == "ulps":
-            allowed = self.amount * step
-        else:
-            allowed = factor * (b - t).abs().amax(dim=-1) + steps * step
+        allowed = self.allowed(b, t, got.dtype)
         excess = error - allowed
         worst = int(excess.argmax())
         if float(excess[worst]) > 0:
@@ -77,10 +69,30 @@ class Tolerance:
                     f"allowed {float(allowed[worst]):.3e}")  # fmt: skip
         if self.kind == "twice":
             mean, base = float((g - t).abs().mean()), float((b - t).abs().mean())
-            limit = self.amount * base + steps * float(step.mean()) / 8
+            limit = self.amount * base + self._granted(got.dtype)[1] * float(step.mean()) / 8
             if mean > limit:
                 return f"mean error {mean:.3e} is above {limit:.3e}"
         return None
+
+    def allowed(self, baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> Tensor:
+        """Largest error of each row [rows], of kinds "twice" and "ulps"; both float64 [rows, n]."""
+        import torch
+
+        step = torch.finfo(dtype).eps * truth.abs().amax(dim=-1)
+        if self.kind == "ulps":
+            return self.amount * step
+        factor, steps = self._granted(dtype)
+        return factor * (baseline - truth).abs().amax(dim=-1) + steps * step
+
+    def _granted(self, dtype: torch.dtype) -> tuple[float, float]:
+        """Times the baseline's error, and rounding steps, that kind "twice" grants.
+
+        Sums are float32. Where storage is no narrower than that, the baseline's error is a few
+        roundings, lucky ones perhaps, and another order of summation multiplies it.
+        """
+        if dtype.itemsize < 4:
+            return self.amount, 1.0
+        return max(5, self.amount) * self.spread, 4 * self.spread
 
 
 # The sums that are quantised differ by a unit of a bfloat16, and every 16th of its borders is one

@@ -20,9 +20,10 @@ from ci.cdna import access, narrow, packed, scalar, vector  # noqa: F401  (they 
 from ci.cdna.machine import BUDGET, Machine
 from ci.cdna.memory import Memory
 from ci.cdna.parse import CodeError, Program, program
+from inkling_portable.code_objects import digest
 
 if TYPE_CHECKING:
-    from ci.cross_compile import Launch
+    from ci.cross_compile import Job, Launch
 
 CHIPS = {"gfx942": "mi300x", "gfx950": "mi355x"}
 LDS_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10}
@@ -34,14 +35,22 @@ _FORMATS = {"i1": "<b", "i8": "<b", "u8": "<B", "i16": "<h", "u16": "<H", "i32":
 
 @dataclass
 class Executed:
-    """What was run: instructions by name and chip, kernels by name."""
+    """What was run: instructions and kernels by name, and what was compiled."""
 
     instructions: Counter[str] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)
+    jobs: set[Job] = field(default_factory=set)
 
     def coverage(self) -> str:
         """One line: distinct instructions and how often they ran."""
         return f"{len(self.instructions)} distinct instructions, {self.instructions.total()} steps"
+
+    def objects(self) -> dict[str, str]:
+        """Kernel names by digest of the code objects that were run."""
+        from ci.cross_compile import compile_job
+
+        reports = [(job.kernel, compile_job(job)) for job in self.jobs]
+        return {digest(report.assembly, report.shared): kernel for kernel, report in reports}
 
 
 def run_program(
@@ -59,7 +68,9 @@ def run_program(
     for key in ("denorm_mode_32", "denorm_mode_16_64"):
         if code.directives.get("float_" + key, 3) != 3:
             raise CodeError(f"needs float_{key} 3; found {code.directives['float_' + key]}")
-    if code.directives.get("private_segment_fixed_size", 0):
+    # Scalar registers may be spilled to lanes of vector ones, beside a scratch that nothing uses.
+    if code.directives.get("private_segment_fixed_size", 0) and any(
+            x.name.startswith("scratch_") for x in code.instructions):  # fmt: skip
         raise CodeError("scratch memory is not supported; the kernel spills")
     sizes = [*grid, 1, 1][:3]
     groups = [(x, y, z) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
@@ -166,6 +177,7 @@ def run_launch(launch: Launch, chip: str, executed: Executed | None = None) -> N
     if executed is not None:
         executed.instructions += seen
         executed.kernels[launch.name] += 1
+        executed.jobs.add(work)
 
 
 def _hidden(grid: Sequence[int], waves: int) -> dict[str, int]:

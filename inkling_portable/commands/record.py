@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from inkling_portable import __version__
-from inkling_portable.commands.verify import device_of, parser, runnable
-from inkling_portable.registry import SelectionError
-from inkling_portable.target import Target
+from inkling_portable.commands.verify import machine, parser, runnable
+from inkling_portable.registry import Offer, SelectionError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,10 +25,9 @@ def main(argv: list[str]) -> int:
     p.add_argument("--out", required=True, metavar="FILE", help="the file to write")
     p.set_defaults(examples=3)
     options = p.parse_args(argv)
-    target = Target.detect()
     try:
         tensors, metadata = record(
-            target, options.ops, options.provider, options.seed, options.examples
+            options.device, options.ops, options.provider, options.seed, options.examples
         )
     except SelectionError as error:
         print(f"inkling-portable record: {error}", file=sys.stderr)
@@ -49,20 +48,41 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def record(target: Target, ops: list[str], provider: str | None, seed: int, examples: int,
+def record(device: str | None, ops: list[str], provider: str | None, seed: int, examples: int,
            ) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
-    """Tensors named `op/provider/seed/in|out/name`, and the metadata object of the file."""
+    """Tensors named `op/provider/seed/in|out/name`, and the metadata object of the file.
+
+    device: None for this machine, or what `code_objects.executed_target` takes. Raises
+    SelectionError for what cannot be met, or a kernel that fails.
+    """
+    target, where, counted = machine(device)
+    with counted as objects:
+        rows = runnable(target, ops, provider, device is not None)
+        tensors, entries = _outputs(rows, where, range(seed, seed + examples))
+    shown = f"{target} executed on a CPU" if device else str(target)
+    return tensors, {"target": shown, "version": __version__, "entries": entries,
+                     "code_objects": dict(objects)}  # fmt: skip
+
+
+def _outputs(rows: Iterator[Offer], where: str, seeds: range
+             ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:  # fmt: skip
     from inkling_portable.agreement import output_names, run
     from inkling_portable.inputs import SeededDraw
     from inkling_portable.registry import contract
 
     tensors: dict[str, Tensor] = {}
     entries = []
-    for row in runnable(target, ops, provider):
+    for row in rows:
         op, function = contract(row.op), row.load()
-        for current in range(seed, seed + examples):
+        for current in seeds:
             arguments = op.inputs(SeededDraw(current))
-            outputs = run(function, op, arguments, device=device_of(target))
+            try:
+                outputs = run(function, op, arguments, device=where)
+            except Exception as error:
+                raise SelectionError(
+                    f"{row.op}={row.provider} failed on seed {current} ({error}); leave it out, or "
+                    f"see `inkling-portable verify {row.op} --seed {current}`"
+                ) from error
             key = f"{row.op}/{row.provider}/{current}"
             plain = {k: v for k, v in arguments.items() if not hasattr(v, "dtype")}
             for name, value in arguments.items():
@@ -80,4 +100,4 @@ def record(target: Target, ops: list[str], provider: str | None, seed: int, exam
                     "plain": plain,
                 }
             )
-    return tensors, {"target": str(target), "version": __version__, "entries": entries}
+    return tensors, entries

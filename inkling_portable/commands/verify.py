@@ -1,7 +1,8 @@
 """Hold the kernels of this machine to their contracts on seeded inputs.
 
 Every provider that accepts this machine is compared with the reference in float64, per row. A
-failure prints the line that repeats it.
+failure prints the line that repeats it. Of AMD's chips the digest of each code object is printed,
+with "executed" where CI has executed exactly that one.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
+from inkling_portable import code_objects
 from inkling_portable.registry import Facts, Offer, SelectionError, op_names, ordered_rows
 from inkling_portable.target import Target
 
@@ -23,6 +26,8 @@ def parser(name: str, summary: str | None) -> argparse.ArgumentParser:
     p.add_argument("--provider", help="only this provider")
     p.add_argument("--seed", type=int, default=0, help="first seed")
     p.add_argument("--examples", type=_at_least_one, default=25, help="seeds for each op")
+    p.add_argument("--device", metavar="D", help="executed:gfx942 or executed:gfx950: the code for "
+                   "that chip, executed on this CPU; in a checkout")  # fmt: skip
     return p
 
 
@@ -37,9 +42,27 @@ def device_of(target: Target) -> str:
     return "cpu" if target.vendor == "cpu" else "cuda"
 
 
-def runnable(target: Target, ops: Sequence[str], provider: str | None) -> Iterator[Offer]:
+def machine(device: str | None) -> tuple[Target, str, AbstractContextManager[Mapping[str, str]]]:
+    """The target, where tensors live, and a block in which launched AMD kernels are counted.
+
+    device: the option; None is this machine. Raises SelectionError for one that cannot be had.
+    """
+    if device is not None:
+        target = code_objects.executed_target(device)
+        return target, "cpu", code_objects.executing(target)
+    target = Target.detect()
+    if target.vendor != "rocm":
+        return target, device_of(target), nullcontext({})
+    return target, device_of(target), code_objects.launched()
+
+
+def runnable(target: Target, ops: Sequence[str], provider: str | None, executed: bool = False
+             ) -> Iterator[Offer]:  # fmt: skip
     """The rows that are functions and accept this machine; SelectionError for a bad request."""
     facts = Facts()
+    if executed and provider == "reference":
+        raise SelectionError("--device executed:CHIP runs kernels, which --provider reference is "
+                             "not; leave one of the two out")  # fmt: skip
     unknown = [name for name in ops if name not in op_names()]
     if unknown:
         raise SelectionError(f"unknown op {unknown[0]!r}; ops are {', '.join(op_names())}")
@@ -47,6 +70,8 @@ def runnable(target: Target, ops: Sequence[str], provider: str | None) -> Iterat
     for name in ops or op_names():
         for row in ordered_rows(name, target):
             if row.provider == "engine" or (provider and row.provider != provider):
+                continue
+            if executed and row.provider == "reference":
                 continue
             reason = row.refusal(target, facts)
             if reason is None:
@@ -66,18 +91,30 @@ def main(argv: list[str]) -> int:
     """Returns 0 if all agree, 1 if any does not, 2 for a request that cannot be met."""
     p = parser("verify", __doc__)
     options = p.parse_args(argv)
-    target = Target.detect()
     try:
-        rows = list(runnable(target, options.ops, options.provider))
+        target, device, counted = machine(options.device)
+        rows = list(runnable(target, options.ops, options.provider, options.device is not None))
     except SelectionError as error:
         print(f"inkling-portable verify: {error}", file=sys.stderr)
         return 2
     failed = 0
-    print(f"target {target}")
-    for row in rows:
-        failed += not verify_row(row, device_of(target), options.seed, options.examples)
+    print(f"target {target}{', executed on this CPU' if options.device else ''}")
+    with counted as objects:
+        for row in rows:
+            failed += not verify_row(row, device, options.seed, options.examples)
+    print("\n".join(report_objects(objects)), end="\n" if objects else "")
     print(f"{len(rows) - failed} of {len(rows)} kernels agree with their contracts")
     return 1 if failed else 0
+
+
+def report_objects(objects: Mapping[str, str]) -> list[str]:
+    """One line for each code object, digest -> kernel, and how many of them CI has executed."""
+    executed = {name for name in objects if code_objects.was_executed(name)}
+    lines = [f"{kernel.strip('_'):28} {name}  {'executed' if name in executed else 'not executed'}"
+             for name, kernel in sorted(objects.items(), key=lambda item: item[::-1])]  # fmt: skip
+    if objects:
+        lines.append(f"CI executed exactly {len(executed)} of these {len(objects)} code objects")
+    return lines
 
 
 def verify_row(row: Offer, device: str, seed: int, examples: int) -> bool:

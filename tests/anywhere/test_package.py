@@ -35,18 +35,19 @@ def test_line_budget() -> None:
     14,450 lines for registry, kernels and model: the towers and the preprocessing of media became
     ours after the first figure of 10,000 and are 1,500 of them, experts on NVIDIA's and AITER's
     own terms 500, attention on Hopper, with the engine's kernels beside it, 900, the vision tower
-    in the engine's graphs 130, and many ranks with their votes and exchanges 700. 5,600 for
+    in the engine's graphs 130, and many ranks with their votes and exchanges 700. 5,660 for
     commands and chat, of which the questions of `eval`, their words, pictures and sounds are 1,000,
-    and chat's own renderer, parsers and grammars 1,400. 3,100 for what is left: the conversion of
-    checkpoints, 1,200 of them, came after a first figure of 2,500.
+    and chat's own renderer, parsers and grammars 1,400. 3,150 for what is left: the conversion of
+    checkpoints, 1,200 of them, came after a first figure of 2,500, and which AMD code was executed
+    is 110.
     """
     apart = sources(*APART)
     core = [*sources("backends", "model"), PACKAGE / "registry.py"]
     rest = [path for path in sources() if path not in apart and path not in core]
     assert len(core) > 30 and len(rest) > 5, "the budget was measured over the wrong folder"
     assert line_count(core) <= 14_450
-    assert line_count(apart) <= 5_600
-    assert line_count(rest) <= 3_100
+    assert line_count(apart) <= 5_660
+    assert line_count(rest) <= 3_150
     assert {p.name: n for p in sources() if (n := line_count([p])) > 700} == {}
 
 

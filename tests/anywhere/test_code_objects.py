@@ -1,0 +1,26 @@
+"""Without a checkout, or under the interpreter, the executor is refused with a sentence."""
+
+from pathlib import Path
+
+import pytest
+
+from inkling_portable import code_objects
+from inkling_portable.__main__ import main
+
+
+def test_an_installation_without_the_executor_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(code_objects, "__file__", str(tmp_path / "inkling_portable" / "x.py"))
+    assert main(["record", "--device", "executed:gfx942", "--out", "unused"]) == 2
+    error = capsys.readouterr().err
+    assert "needs the executor of a checkout, ci/cdna" in error and error.count("\n") == 1
+
+
+def test_interpreted_kernels_are_not_executed_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main(["verify", "--device", "executed:gfx950"]) == 2
+    error = capsys.readouterr().err
+    assert "TRITON_INTERPRET=1 interprets them; unset it" in error and error.count("\n") == 1
