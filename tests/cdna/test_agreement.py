@@ -1,0 +1,61 @@
+"""docs/numerics.md: a part of what it shows is computed again."""
+
+import json
+
+import pytest
+import torch
+
+from ci import cdna_agreement
+from ci.cdna.launch import CHIPS
+from inkling_portable.numerics import exact, within_twice_baseline
+
+STORED = json.loads(cdna_agreement.FILE.read_text())
+KEYS = {(row["layer"], row["op"], row["output"]): row["shares"] for row in STORED["layers"]}
+
+
+def test_everything_shown_is_within_its_bound() -> None:
+    for (layer, op, output), shares in KEYS.items():
+        for name, value in shares.items():
+            assert value <= (2 if " - " in name else 1), (layer, op, output, name)
+    kinds = {layer for layer, _, _ in KEYS}
+    assert kinds == set(cdna_agreement.KINDS.values())
+    ops = {op for layer, op, _ in KEYS if layer == "global sparse"}
+    assert ops == {"qkvr_prep", "rel_attention", "conv_residual_norm", "gate_logits", "route",
+                   "routed_experts", "sink_experts"}  # fmt: skip
+    said = STORED["generation"]
+    assert len({tuple(of["tokens"]) for of in said.values()}) == 1
+
+
+def test_a_part_of_the_table_is_computed_again() -> None:
+    """Shares follow from seeded inputs; another torch may round the references' sums otherwise."""
+    found = cdna_agreement.layers(CHIPS, ["route", "conv_residual_norm"])
+    assert {row["layer"] for row in found} == set(cdna_agreement.KINDS.values())
+    for row in found:
+        stored = KEYS[row["layer"], row["op"], row["output"]]
+        assert row["shares"] == pytest.approx(stored, abs=0.5)
+        assert all(value <= (2 if " - " in name else 1) for name, value in row["shares"].items())
+
+
+def test_a_wrong_kernel_is_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cdna_agreement.kernel("conv_residual_norm")
+
+    def wrong(**arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = right(**arguments)
+        normed[0] *= 1.1
+        return normed, residual
+
+    monkeypatch.setitem(cdna_agreement.KERNELS, "conv_residual_norm", wrong)
+    found = cdna_agreement.layers(["gfx942"], ["conv_residual_norm"], length=16)
+    (row,) = (r for r in found if (r["layer"], r["output"]) == ("local dense", "result0"))
+    assert row["shares"]["gfx942"] > 2 and row["shares"]["cpu"] <= 1
+
+
+def test_a_share_is_the_worst_row_over_what_it_is_allowed() -> None:
+    """Allowed are twice the error of the baseline and one step of bfloat16 at the largest value."""
+    truth = torch.tensor([[1.0, 2.0], [float("nan"), 1.0]], dtype=torch.float64)
+    base = torch.tensor([[1.25, 2.0], [0.0, 0.0]], dtype=torch.bfloat16)
+    got = torch.tensor([[1.0, 1.5], [9.0, 9.0]], dtype=torch.bfloat16)
+    value = cdna_agreement.share(within_twice_baseline(), got, truth, base, truth)
+    assert value == pytest.approx(0.5 / (0.5 + 2**-7 * 2))
+    whole = torch.tensor([1, 2, 3])
+    assert cdna_agreement.share(exact(), whole, torch.tensor([1, 5, 6]), whole, whole) == 2
