@@ -50,10 +50,11 @@ def agreement(found: dict[str, Any]) -> list[str]:
     devices = [*DEVICES.values(), *PAIRS]
     lines = [
         "", "## A layer of each kind, op by op", "",
-        f"By `{found['command']}`: portable-nano in bfloat16, {found['prompt']} tokens in chunks of "
-        "16 and one more. Every op gets the CPU reference's inputs everywhere. gfx942 and gfx950: "
+        f"By `{found['command']}`: portable-nano in bfloat16, {found['prompt']} tokens in chunks "
+        "of 16 and one more. Every op gets the CPU reference's inputs everywhere. gfx942, gfx950: "
         f"the code that Triton {found['triton']} emits for these chips, executed on a CPU "
-        "(`ci/cdna/`), not run on them. H200: not recorded; no recording of one is in this repository.", "",
+        "(`ci/cdna/`), not run on them. H200: not recorded; no recording of one is in this "
+        "repository.", "",
         "A number is the largest error of a row as a share of what the contract allows that row (1 "
         "is the bound); between two columns, their distance as a share of the same, for which the "
         "bound is therefore 2. Of exact outputs it is how many values differ, and none may.", "",

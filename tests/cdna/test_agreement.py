@@ -41,7 +41,7 @@ def test_a_wrong_kernel_is_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> 
 
     def wrong(**arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = right(**arguments)
-        normed[0] *= 1.1
+        normed[:1] *= 1.1
         return normed, residual
 
     monkeypatch.setitem(cdna_agreement.KERNELS, "conv_residual_norm", wrong)
