@@ -30,7 +30,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inkling_portable.commands.tiny import write_tiny
-from tests import hf_oracle
+from tests import hf_oracle, nursery  # noqa: F401  (the nursery takes the place of spawning)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+AS_A_USER = {
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "PYTHONPATH": f"{ROOT / 'tests' / 'forking'}:{ROOT}",
+}
+"""Of a server: the engine in processes of its own, unlike that of other tests, but forked ones."""
 
 LARGEST_BOUND = 1e-5
 """No bound is ever above this; a prototype of the same model reached 3.3e-6."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -20,8 +19,8 @@ from inkling_portable.chat import markers as m
 from inkling_portable.commands._server import Server, memory_arguments
 from inkling_portable.commands.tiny import write_tiny
 from tests.anywhere.test_chat_output import CASES, Answer
+from tests.vllm_cpu.conftest import AS_A_USER
 
-ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["SF", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
@@ -88,12 +87,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
         "--enable-auto-tool-choice", "--logits-processors", "tests.forced_output:ForcedOutput",
     ]  # fmt: skip
     log = tmp_path_factory.mktemp("log") / "server.log"
-    env = {
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    with Server(folder, arguments, log, env) as server:
+    with Server(folder, arguments, log, AS_A_USER) as server:
         server.wait_until_ready(300, lambda seconds: None)
         yield Chat(server, AutoTokenizer.from_pretrained(folder))
 

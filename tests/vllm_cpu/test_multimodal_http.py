@@ -31,17 +31,12 @@ from inkling_portable.commands._server import Server, ServerError, memory_argume
 from inkling_portable.commands.tiny import write_tiny
 from inkling_portable.model.preprocess import AudioSettings, ImageSettings
 from tests.media import picture, tone
+from tests.vllm_cpu.conftest import AS_A_USER
 
 PIXELS = picture(31, 45)
 IMAGE_TOKENS = ImageSettings(patch_size=16).tokens(45, 31)
 
-
-# The engine in a process of its own, unlike those of other tests.
-AS_A_USER = {
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-}
+ENVIRONMENT = {**AS_A_USER, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 class Service:
@@ -112,7 +107,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8",
     ]  # fmt: skip
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with Server(folder, arguments, log, AS_A_USER) as server:
+    with Server(folder, arguments, log, ENVIRONMENT) as server:
         server.wait_until_ready(300, lambda seconds: None)
         assert "InklingForConditionalGeneration" in server.plugin_line()
         yield Service(server, files)
@@ -412,7 +407,7 @@ def failed_start(folder: Path, tmp_path: Path, *arguments: str) -> str:
     small = ["--max-model-len", "256", "--block-size", "16"]
     with (
         Server(folder, [*memory_arguments("64M"), *small, *arguments], tmp_path / "server.log",
-               AS_A_USER) as server,
+               ENVIRONMENT) as server,
         pytest.raises(ServerError, match=r"the server ended with status [1-9]") as error,
     ):  # fmt: skip
         server.wait_until_ready(300, lambda seconds: None)

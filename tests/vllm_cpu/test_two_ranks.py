@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +9,23 @@ import pytest
 import torch
 
 from inkling_portable.commands.tiny import write_tiny
+from tests import nursery
 from tests.vllm_cpu.conftest import Oracle, prompt
 from tests.vllm_cpu.test_quantised import make_twin
 
-SERVE = """
-import json, sys
-from vllm import LLM, SamplingParams
 
-if __name__ == "__main__":
-    folder, prompts, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    llm = LLM(folder, dtype="float32", tensor_parallel_size=2, max_model_len=256, block_size=16,
-              kv_cache_memory_bytes=64 << 20, gpu_memory_utilization=0.1, max_logprobs=-1,
-              max_num_batched_tokens=48, **options)
+def serve(folder: Path, prompts: list[list[int]], options: dict[str, Any]) -> Any:
+    """Per prompt, what follows it as log-probabilities, and the tokens that did."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(str(folder), dtype="float32", tensor_parallel_size=2, max_model_len=256,
+              block_size=16, kv_cache_memory_bytes=64 << 20, gpu_memory_utilization=0.1,
+              max_logprobs=-1, max_num_batched_tokens=48, **options)  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=-1)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     first = [out.outputs[0].logprobs[0] for out in outputs]
     rows = [[row[i].logprob for i in range(len(row))] for row in first]
-    print("answer", json.dumps([rows, [list(o.outputs[0].token_ids) for o in outputs]]))
-"""
+    return rows, [list(out.outputs[0].token_ids) for out in outputs]
 
 
 QUANTISED = {"layers": 4, "towers": False, "mtp_depths": 0}
@@ -43,25 +38,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks(tmp_path: Path, case: str) -> None:
+def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     written, options = CASES[case]
     write_tiny(tmp_path / "model", preset="small-like", dtype="float32", **written)
     twin = tmp_path / "model"
     if "weights" in written:
         twin = tmp_path / "twin"
         make_twin(tmp_path / "model", twin)
-    (tmp_path / "serve.py").write_text(SERVE)
     prompts = [prompt(length) for length in (5, 40, 103)]
     # Each worker gets one core; a machine with one memory node has to be told.
-    settings = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    done = subprocess.run(
-        [sys.executable, "serve.py", str(tmp_path / "model"), json.dumps(prompts),
-         json.dumps(options)],
-        env={**os.environ, **settings}, capture_output=True, text=True, cwd=tmp_path, check=False,
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
-    assert lines, done.stderr[-3000:]
-    rows, tokens = json.loads(lines[0].removeprefix("answer "))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    rows, tokens = nursery.call(serve, tmp_path / "model", prompts, options)
     oracle = Oracle(twin)
     answer = oracle.answer(prompts[-1])
     for ids, row, generated in zip(prompts, rows, tokens, strict=True):
