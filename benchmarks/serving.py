@@ -1,0 +1,368 @@
+"""Serving one rank of eight on one GPU: decode, prefill, drafts and throughput, by variant.
+
+    python -m benchmarks.serving --all --out benchmarks/results/serving-h200.json
+    python -m benchmarks.serving --variant plugin [--cases decode,prefill,throughput,profile]
+        [--drafts K] [--layers 66] [--weights nvfp4] [--out FILE]
+    python -m benchmarks.serving --tiny --variant plugin    # tries the script itself, on a CPU
+    python -m benchmarks.serving --all --dry-run            # what would run, and the floors
+
+Variants: the plugin, the engine's own model as shipped (off), and that model with its split
+heuristic enabled where it ships switched off (off-split). All layers, dummy weights, routers drawn
+after the start (`serving_rank.py`), vLLM's offline engine in this process, CUDA graphs. A step's
+time is the period of the engine's steps while all requests decode, the median of many. A rank alone
+exchanges nothing: the estimate for eight adds 132 exchanges, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks import serving_rank
+
+VARIANTS = ("plugin", "off", "off-split")
+CASES = ("decode", "prefill", "throughput", "profile")
+DECODE = ((1, 8192), (1, 65536), (1, 262144), (16, 2048), (64, 8192))
+PREFILL = (8192, 65536)
+THROUGHPUT = (64, 2048, 256)
+PROFILE = (1, 8192)
+TINY: dict[str, Any] = {"decode": ((1, 96), (4, 48)), "prefill": (64, 96), "profile": (1, 96),
+                        "throughput": (4, 48, 8)}  # fmt: skip
+STEPS, WARM, REPEATS = 40, 6, 5
+BEHIND = 1200
+"""Tokens that a request may write: it decodes while others are still read, and is then timed."""
+EXCHANGES, EXCHANGE_US = 132, 8.0
+"""Of eight ranks in a step, two for each of 66 layers, at what one was measured to take."""
+BANDWIDTH = {"H200": 4.3e12}
+"""Bytes a second, device to device, as measured."""
+
+# Names of kernels, tried in this order.
+OPS = (
+    ("rel_attention", r"attend|tile_kernel|combine_kernel|rel_attn|rel_attention|flash|fmha|fa4"),
+    ("short conv, sum, norm", r"_conv_kernel|_by_rank_kernel|_sources_kernel|sconv|conv1d|lamport"),
+    ("qkvr_prep", r"_prep_kernel|qkvr|qk_norm|reshape_and_cache"),
+    ("routed_experts", r"gemv_(up|down)|_count_kernel|_place_kernel|moe|expert|humming|marlin|"
+                       r"routed|silu_and_mul|align_block"),
+    ("route and gate_logits", r"_route_kernel|gate|topk|ll_bf16|_tile_kernel|_sum_kernel"),
+    ("sinks and dense activation", r"_swiglu_kernel|swiglu|sink"),
+    ("norms and embedding", r"_norm_kernel|_embed_norm|_halves|rms_norm|index_select|embedding"),
+    ("linear layers", r"nvjet|gemm|gemv|cublas|cutlass|splitK|_row_kernel|addmm|::mm|linear"),
+    ("sampling", r"argmax|sampl|softmax|gumbel|logit"),
+    ("inputs and metadata", r"memcpy|memset|copy|fill|arange|cumsum|slot|block_table|elementwise|"
+                            r"index|prepare|gather|scatter|cat|reduce"),
+)  # fmt: skip
+
+
+def op_of(kernel: str) -> str:
+    """The op that a kernel belongs to, by its name."""
+    return next((op for op, names in OPS if re.search(names, kernel, re.I)), "unknown")
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+def enable_splits() -> None:
+    """Have vLLM's own model split long contexts on Hopper, as it does on other chips."""
+    from vllm.models.inkling.nvidia import attention
+    from vllm.models.inkling.nvidia.ops import fa4_rel_attention, fa4_warmup
+    from vllm.platforms import current_platform
+
+    original = fa4_rel_attention.inkling_fa4_num_splits
+
+    class NotHopper:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(current_platform, name)
+
+        def get_device_capability(self, *_: Any) -> None:
+            return None
+
+    def splits(**shape: Any) -> int:
+        own, fa4_rel_attention.current_platform = current_platform, NotHopper()
+        try:
+            return int(original(**shape))
+        finally:
+            fa4_rel_attention.current_platform = own
+
+    for module in (attention, fa4_rel_attention, fa4_warmup):
+        module.inkling_fa4_num_splits = splits
+
+
+class Served:
+    """vLLM's offline engine over a folder; prompts are random ids."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace, longest: int) -> None:
+        from vllm import LLM
+
+        more: dict[str, Any] = {}
+        if options.drafts:
+            spec = {"method": "mtp", "num_speculative_tokens": options.drafts}
+            more["speculative_config"] = spec
+        if options.tiny:
+            more |= {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "block_size": 16,
+                     "gpu_memory_utilization": 0.1}  # fmt: skip
+        else:
+            more["gpu_memory_utilization"] = options.memory
+        began = time.monotonic()
+        self.llm = LLM(
+            str(folder), load_format="dummy", tokenizer_mode="hf", skip_tokenizer_init=True,
+            max_model_len=longest, max_num_seqs=64, enable_prefix_caching=False, seed=0, **more,
+        )  # fmt: skip
+        self.start_s = time.monotonic() - began
+        self.routers = self.llm.apply_model(serving_rank.draw_routers)[0]
+        if not self.routers:
+            raise SystemExit("no router was found to draw; its parameters' names have changed")
+        self.rng, self.count = random.Random(1), 0
+        self.behind = min(BEHIND, longest // 2)
+
+    def add(self, length: int, tokens: int) -> None:
+        """A request of its own random ids."""
+        from vllm import SamplingParams
+
+        ids = [self.rng.randrange(2, 400) for _ in range(length)]
+        params = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        self.count += 1
+        prompt: Any = {"prompt_token_ids": ids}
+        self.llm.llm_engine.add_request(str(self.count), prompt, params)
+
+    def step(self) -> int:
+        """One step of the engine; returns how many requests have a first token or more."""
+        return len(self.llm.llm_engine.step())
+
+    def finish(self) -> None:
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.step()
+
+    def decode(self, batch: int, context: int) -> list[float]:
+        """Seconds of steps in which `batch` requests of `context` tokens decode."""
+        for _ in range(batch):
+            self.add(context, self.behind)
+        while self.step() < batch:
+            continue
+        for _ in range(WARM):
+            self.step()
+        times = []
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            self.step()
+            times.append(time.perf_counter() - began)
+        self.abort()
+        return times
+
+    def abort(self) -> None:
+        engine = self.llm.llm_engine
+        engine.abort_request([str(i) for i in range(1, self.count + 1)], internal=False)
+        self.finish()
+
+    def prefill(self, length: int) -> list[float]:
+        """Seconds until the first token of a prompt."""
+        times = []
+        for _ in range(REPEATS + 1):
+            began = time.perf_counter()
+            self.add(length, 1)
+            self.finish()
+            times.append(time.perf_counter() - began)
+        return times[1:]
+
+    def throughput(self, batch: int, length: int, tokens: int) -> float:
+        """Output tokens a second of wall time, prompts included."""
+        began = time.perf_counter()
+        for _ in range(batch):
+            self.add(length, tokens)
+        self.finish()
+        return batch * tokens / (time.perf_counter() - began)
+
+    def profile(self, batch: int, context: int) -> dict[str, Any]:
+        """Microseconds of a decode step by op, over ten steps; unknown kernels by name."""
+        from torch.profiler import ProfilerActivity, profile
+
+        on_gpu = __import__("torch").cuda.is_available()
+        for _ in range(batch):
+            self.add(context, self.behind)
+        while self.step() < batch:
+            continue
+        for _ in range(WARM):
+            self.step()
+        kinds = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+        began = time.perf_counter()
+        with profile(activities=kinds) as recorded:
+            for _ in range(10):
+                self.step()
+        period = (time.perf_counter() - began) / 10
+        self.abort()
+        field = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        ops: Counter[str] = Counter()
+        unknown: Counter[str] = Counter()
+        for event in recorded.key_averages():
+            us = float(getattr(event, field)) / 10
+            ops[op_of(event.key)] += us
+            if op_of(event.key) == "unknown":
+                unknown[event.key[:90]] += us
+        known = ops.total() - ops["unknown"]
+        return {
+            "us": {name: round(us, 1) for name, us in ops.most_common()},
+            "named share": round(known / max(ops.total(), 1e-9), 4),
+            "unknown": dict(unknown.most_common(8)), "period us, profiled": round(period * 1e6, 1),
+        }  # fmt: skip
+
+
+# --- what runs ------------------------------------------------------------------------------------
+
+
+def row(case: str, seconds: list[float], floor_us: float, tp: int) -> dict[str, Any]:
+    """A timed case: median and spread in milliseconds, its floor, and the guess for all ranks."""
+    median = statistics.median(seconds) * 1e3
+    found = {"case": case, "ms": round(median, 4), "fastest ms": round(min(seconds) * 1e3, 4),
+             "slowest ms": round(max(seconds) * 1e3, 4), "samples": len(seconds),
+             "floor ms": round(floor_us / 1e3, 4)}  # fmt: skip
+    if tp > 1 and case.startswith("decode"):
+        found["ms with exchanges, estimated"] = round(median + EXCHANGES * EXCHANGE_US / 1e3, 3)
+    return found
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One variant: all of its cases, in this process."""
+    sizes = TINY if options.tiny else {"decode": DECODE, "prefill": PREFILL, "profile": PROFILE,
+                                       "throughput": THROUGHPUT}  # fmt: skip
+    config = serving_rank.tiny_config() if options.tiny else serving_rank.rank_config(
+        options.model, options.tp, options.layers, options.weights
+    )  # fmt: skip
+    weights = "bf16" if options.tiny else options.weights
+    longest = 512 if options.tiny else max(c for _, c in DECODE) + BEHIND
+    with tempfile.TemporaryDirectory(prefix="inkling-serving-") as scratch:
+        described = serving_rank.write(Path(scratch) / "rank", config)
+        plan = {case: sizes[case] for case in options.cases}
+        floor = {
+            (batch, context): serving_rank.floors_us(
+                described, weights, batch, context, options.bandwidth
+            )
+            for batch, context in (*sizes["decode"], sizes["profile"])
+        }
+        if options.dry_run:
+            totals = {f"{b} x {c}": round(sum(f.values()) / 1e3, 3) for (b, c), f in floor.items()}
+            return {"variant": options.variant, "drafts": options.drafts, "plan": plan,
+                    "floors ms": totals}  # fmt: skip
+        if options.variant == "off-split":
+            enable_splits()
+        served = Served(Path(scratch) / "rank", options, longest)
+        model = served.llm.apply_model(lambda model: type(model).__module__)[0]
+        if ("inkling_portable" in model) != (options.variant == "plugin"):
+            raise SystemExit(f"{options.variant} was to be measured; {model} serves")
+        rows: list[dict[str, Any]] = []
+        found: dict[str, Any] = {
+            "variant": options.variant, "drafts": options.drafts, "serves": model,
+            "start s": round(served.start_s, 1), "routers drawn": served.routers, "rows": rows,
+        }  # fmt: skip
+        tp = 1 if options.tiny else options.tp
+        for batch, context in plan.get("decode", ()):
+            times = served.decode(batch, context)
+            name = f"decode {batch} x {context}"
+            rows.append(row(name, times, sum(floor[batch, context].values()), tp))
+            print(json.dumps(rows[-1]), flush=True)
+        for length in plan.get("prefill", ()):
+            rows.append(row(f"prefill {length}", served.prefill(length), 0.0, tp))
+            print(json.dumps(rows[-1]), flush=True)
+        if "throughput" in plan:
+            batch, length, tokens = plan["throughput"]
+            served.throughput(batch, length, tokens)
+            rates = [served.throughput(batch, length, tokens) for _ in range(REPEATS)]
+            rows.append({"case": f"throughput {batch} x {length}/{tokens}", "samples": REPEATS,
+                         "tokens/s": round(statistics.median(rates), 1)})  # fmt: skip
+            print(json.dumps(rows[-1]), flush=True)
+        if "profile" in plan:
+            found["profile"] = served.profile(*sizes["profile"])
+            parts = floor[sizes["profile"]]
+            found["profile"]["floors us"] = {name: round(us, 1) for name, us in parts.items()}
+            print(json.dumps(found["profile"]), flush=True)
+        return found
+
+
+def about() -> dict[str, Any]:
+    """Date, machine, versions, commit and command."""
+    import torch
+
+    if torch.cuda.is_available():
+        from benchmarks.timing import environment
+
+        return environment()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    return {"date": time.strftime("%Y-%m-%d"), "machine": platform.machine(), "gpu": "none",
+            "torch": torch.__version__, "commit": commit.strip(),
+            "command": " ".join(sys.orig_argv)}  # fmt: skip
+
+
+def passes(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """(variant, drafts) of every process that `--all` starts."""
+    found = [(variant, 0) for variant in VARIANTS]
+    return found + [("plugin", k) for k in options.all_drafts] + [("off", k) for k in
+                                                                  options.all_drafts]  # fmt: skip
+
+
+def run_all(argv: list[str], options: argparse.Namespace) -> int:
+    """Every variant in a process of its own; one that fails is named and the others still run."""
+    failed = []
+    for variant, drafts in passes(options):
+        more = ["--variant", variant, "--drafts", str(drafts)]
+        if drafts and options.cases == list(CASES):
+            more += ["--cases", "decode,throughput"]
+        print(f"=== {variant}" + (f", {drafts} drafts" if drafts else ""), flush=True)
+        own = [text for text in argv if text != "--all"]
+        command = [sys.executable, "-m", "benchmarks.serving", *own, *more]
+        if subprocess.run(command, check=False).returncode:
+            failed.append(f"{variant}, {drafts} drafts")
+    print("failed: " + "; ".join(failed) if failed else "all passes ended")
+    return 1 if failed else 0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every variant in turn")
+    parser.add_argument("--variant", choices=VARIANTS, default="plugin")
+    parser.add_argument("--cases", default=",".join(CASES), type=lambda text: text.split(","))
+    parser.add_argument("--drafts", type=int, default=0, metavar="K")
+    parser.add_argument("--all-drafts", default="1,2,3,4,5,6,7,8", metavar="K,...",
+                        type=lambda text: [int(k) for k in text.split(",") if k])  # fmt: skip
+    parser.add_argument("--model", default="Inkling")
+    parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--layers", type=int, help="the first ones only; all if left out")
+    parser.add_argument("--weights", default="nvfp4", choices=("nvfp4", "bf16"))
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory")
+    parser.add_argument("--bandwidth", type=float, default=BANDWIDTH["H200"], metavar="B/s")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
+    parser.add_argument("--dry-run", action="store_true", help="say what would run")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    if unknown := set(options.cases) - set(CASES):
+        parser.error(f"--cases knows {', '.join(CASES)}; found {', '.join(unknown)}")
+    if options.all:
+        return run_all(argv, options)
+    # Read when the engine is imported.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ["INKLING_PORTABLE"] = "" if options.variant == "plugin" else "off"
+    found = measure(options)
+    print(json.dumps(found), flush=True)
+    if options.out and not options.dry_run:
+        report = {"environment": about(), "results": []}
+        if options.out.exists():
+            report = json.loads(options.out.read_text())
+        report["results"].append(found)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
