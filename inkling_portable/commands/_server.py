@@ -69,6 +69,20 @@ def memory_arguments(kv_cache: str) -> list[str]:
     return ["--kv-cache-memory-bytes", kv_cache, "--gpu-memory-utilization", str(share)]
 
 
+def first_error(log: str) -> str:
+    """The first exception in a log, as a clause to put behind a verb; "" without one.
+
+    Processes report the end of each other, so the cause stands far above the end of the log.
+    """
+    lines = log.splitlines()
+    for number, line in enumerate(lines):
+        if found := RAISED.match(line):
+            # pydantic says what is wrong in the line below its own.
+            more = lines[number + 1 : number + 2] if "validation error" in line else []
+            return " with " + " ".join([found[1], *(text.strip() for text in more)])
+    return ""
+
+
 class Server:
     """`vllm serve` on a free port of 127.0.0.1 for the length of a `with` block.
 
@@ -121,17 +135,8 @@ class Server:
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
     def first_error(self) -> str:
-        """The first exception in the log, as a clause to put behind a verb; "" without one.
-
-        Processes report the end of each other, so the cause stands far above the end of the log.
-        """
-        lines = self.log_file.read_text(errors="replace").splitlines()
-        for number, line in enumerate(lines):
-            if found := RAISED.match(line):
-                # pydantic says what is wrong in the line below its own.
-                more = lines[number + 1 : number + 2] if "validation error" in line else []
-                return " with " + " ".join([found[1], *(text.strip() for text in more)])
-        return ""
+        """The first exception in the log, see `first_error`."""
+        return first_error(self.log_file.read_text(errors="replace"))
 
     def is_healthy(self) -> bool:
         """Whether the server answers `/health` now."""
