@@ -11,8 +11,11 @@ import os
 import sys
 from dataclasses import asdict, replace
 
-from inkling_portable import self_test
+from inkling_portable import draft_costs, self_test
 from inkling_portable.backends.evidence import MEASURED
+from inkling_portable.commands.fit import RELEASED
+from inkling_portable.commands.released_configs import released
+from inkling_portable.model.config import parse
 from inkling_portable.registry import (
     MODELS,
     Decision,
@@ -54,6 +57,11 @@ def parser() -> argparse.ArgumentParser:
         help="run the start-up self-test of the chosen kernels now; else what is remembered of it "
         "counts",
     )
+    p.add_argument("--acceptance", metavar="A,...", help="say how many MTP drafts pay, given the "
+                   "share of steps in which each came true, as vLLM logs it")  # fmt: skip
+    p.add_argument("--step-ms", metavar="T,...", help="measured steps with 0, 1, ... drafts; else "
+                   "their bytes count")  # fmt: skip
+    p.add_argument("--context", type=int, default=8192, metavar="N", help="tokens (for drafts)")
     p.add_argument("--json", action="store_true", help="machine-readable output")
     p.add_argument(
         "--strict",
@@ -104,6 +112,21 @@ def lines(decisions: tuple[Decision, ...]) -> list[str]:
     return shown
 
 
+def drafts_that_pay(options: argparse.Namespace) -> list[str]:
+    """The table of `draft_costs` for --acceptance; SelectionError for what is no number."""
+    try:
+        lists = [(text or "").split(",") for text in (options.acceptance, options.step_ms)]
+        acceptance, measured = ([float(part) for part in parts if part] for parts in lists)
+    except ValueError as error:
+        raise SelectionError(f"--acceptance and --step-ms need numbers; {error}") from error
+    if measured:
+        return draft_costs.table(acceptance, measured, "step, ms")
+    config = parse(released(RELEASED[options.model]))
+    machine, depths = (config, options.weights, options.tp), config.require_mtp().num_depths
+    costs = [draft_costs.step_bytes(*machine, options.context, k) for k in range(1 + depths)]
+    return draft_costs.table(acceptance, [cost / 1e9 for cost in costs], "step, GB")
+
+
 def main(argv: list[str]) -> int:
     """Returns 0, 1 with --strict and a slow op, or 2 for a request that cannot be met."""
     options = parser().parse_args(argv)
@@ -113,6 +136,9 @@ def main(argv: list[str]) -> int:
         text = options.ask if options.ask is not None else os.environ.get("INKLING_PORTABLE")
         if (text or "").strip() == "off":
             print("INKLING_PORTABLE=off: vLLM's own model serves, and nothing here is chosen")
+            return 0
+        if options.acceptance is not None:
+            print("\n".join(drafts_that_pay(options)))
             return 0
         source = "INKLING_PORTABLE" if options.ask is None else "--ask"
         requests = tuple(sorted(parse_overrides(None, text, source).items()))
