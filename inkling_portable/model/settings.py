@@ -32,6 +32,7 @@ from inkling_portable.model.loading import ALONE, Ranks, read_headers
 from inkling_portable.model.quant_layouts import Layout
 from inkling_portable.model.ranks import agreed, gather
 from inkling_portable.model.skinny import check_skinny_request
+from inkling_portable.model.unsupported import check_options
 from inkling_portable.model.weight_format import (
     Quantisation,
     agree,
@@ -123,12 +124,13 @@ class Settings:
 def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
     """Read everything that the layers need to know from the engine's config.
 
-    Raises ConfigError for a width that does not split over the ranks, for more drafts than MTP
-    depths or for a number format that is not known, and SelectionError for a request that cannot
-    be obeyed.
+    Raises ConfigError for a width that does not split over the ranks, for an option that cannot be
+    honoured, for more drafts than MTP depths or for a number format that is not known, and
+    SelectionError for a request that cannot be obeyed.
     """
     tp = get_tensor_model_parallel_world_size()
     config.text.check_tensor_parallel(tp)
+    check_options(vllm_config)
     _check_drafts(vllm_config, config)
     _check_cache(vllm_config)
     extra = vllm_config.additional_config

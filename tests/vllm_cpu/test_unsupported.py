@@ -1,0 +1,114 @@
+"""Options of vLLM that the model cannot honour are sentences; those that it can are not.
+
+vLLM's own config is made for each, as its command line makes it, and no engine is started.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inkling_portable.model.config import ConfigError
+from inkling_portable.model.unsupported import check_options, refusals
+
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+
+
+def config(folder: Path, **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(folder), dtype="float32", max_model_len=512, **options
+    ).create_engine_config()
+
+
+ASKED: dict[str, tuple[dict[str, Any], str]] = {
+    "offload": ({"cpu_offload_gb": 1}, "found --cpu-offload-gb .* narrower weights"),
+    "prefetch": ({"offload_group_size": 2}, "or --offload-group-size; use more ranks"),
+    "backend": (
+        {"attention_backend": "FLASH_ATTN"},
+        "found --attention-backend FLASH_ATTN; leave it out, or set INKLING_PORTABLE=rel_attention",
+    ),
+    "draft cache": (
+        {"speculative_config": MTP | {"kv_cache_dtype": "fp8"}},
+        "found kv_cache_dtype fp8 in --speculative-config; set --kv-cache-dtype for both",
+    ),
+    "parallel drafts": (
+        {"speculative_config": MTP | {"parallel_drafting": True}},
+        "found parallel_drafting in --speculative-config; leave it out",
+    ),
+    "runner": ({"runner": "pooling"}, "found --runner pooling; leave it out"),
+}
+"""Given on vLLM's command line, and what is said. vLLM accepts each by itself."""
+
+SET: dict[str, tuple[dict[str, Any], tuple[str, str, Any], str]] = {
+    "decode contexts": (
+        {}, ("parallel_config", "decode_context_parallel_size", 2),
+        "found --decode-context-parallel-size 2; use --tensor-parallel-size",
+    ),
+    "prefill contexts": (
+        {}, ("parallel_config", "prefill_context_parallel_size", 2),
+        "found --prefill-context-parallel-size 2; use --tensor-parallel-size",
+    ),
+    "EPLB": (
+        {}, ("parallel_config", "enable_eplb", True),
+        "stay on the rank that loaded them; found --enable-eplb",
+    ),
+    "routed": (
+        {}, ("aux_output_config", "enable_return_routed_experts", True),
+        "found --enable-return-routed-experts; leave it out",
+    ),
+    "three batches": (
+        {}, ("parallel_config", "ubatch_size", 3),
+        "found 3 microbatches; leave out --enable-dbo",
+    ),
+    "two batches": ({}, ("parallel_config", "enable_dbo", True), "found 2 microbatches"),
+    "elastic": ({}, ("parallel_config", "enable_elastic_ep", True), "or --enable-elastic-ep; use"),
+    "stages with drafts": (
+        {"speculative_config": MTP}, ("parallel_config", "pipeline_parallel_size", 2),
+        "found --pipeline-parallel-size 2; use --tensor-parallel-size, or draft with another",
+    ),
+}  # fmt: skip
+"""What vLLM takes on other machines only: a field of the config, set afterwards."""
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_refused(checkpoint: Path, case: str) -> None:
+    options, sentence = ASKED[case]
+    with pytest.raises(ConfigError, match=sentence):
+        check_options(config(checkpoint, **options))
+
+
+@pytest.mark.parametrize("case", SET)
+def test_refused_elsewhere(checkpoint: Path, case: str) -> None:
+    options, (owner, name, value), sentence = SET[case]
+    made = config(checkpoint, **options)
+    assert list(refusals(made)) == [] and hasattr(getattr(made, owner), name)
+    setattr(getattr(made, owner), name, value)
+    with pytest.raises(ConfigError, match=sentence):
+        check_options(made)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"speculative_config": MTP},
+        {"enable_lora": True, "max_loras": 2},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
+                                "prompt_lookup_max": 3}},
+        {"kv_cache_dtype": "fp8", "speculative_config": MTP},
+        {"enforce_eager": True, "enable_prefix_caching": False, "scheduling_policy": "priority"},
+    ],
+    ids=["none", "drafts", "adapters", "ngram", "8-bit cache with drafts", "others"],
+)  # fmt: skip
+def test_accepted(checkpoint: Path, options: dict[str, Any]) -> None:
+    assert list(refusals(config(checkpoint, **options))) == []
+
+
+def test_the_model_asks(checkpoint: Path) -> None:
+    from inkling_portable.model import settings
+
+    assert settings.check_options is check_options
