@@ -38,7 +38,7 @@ def test_line_budget() -> None:
     in the engine's graphs 130, many ranks with their votes and exchanges 700, and options that are
     refused 60. 6,010 for commands and chat, of which the questions of `eval`, their words, pictures
     and sounds are 1,000, `bench serve` 350, and chat's own renderer, parsers and grammars 1,400.
-    3,160 for what is left: the conversion of checkpoints, 1,200 of them, came after a first figure
+    3,210 for what is left: the conversion of checkpoints, 1,200 of them, came after a first figure
     of 2,500, which AMD code was executed is 110, and what drafts cost is 60.
     """
     apart = sources(*APART)
@@ -47,7 +47,7 @@ def test_line_budget() -> None:
     assert len(core) > 30 and len(rest) > 5, "the budget was measured over the wrong folder"
     assert line_count(core) <= 14_510
     assert line_count(apart) <= 6_010
-    assert line_count(rest) <= 3_160
+    assert line_count(rest) <= 3_210
     assert {p.name: n for p in sources() if (n := line_count([p])) > 700} == {}
 
 
