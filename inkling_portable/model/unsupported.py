@@ -36,6 +36,12 @@ def refusals(vllm_config: Any) -> Iterator[str]:
             "Inkling's short convolutions need all rows of a step in one batch; found "
             f"{batches} microbatches; leave out --enable-dbo and --ubatch-size"
         )
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield (
+            "Inkling's full, windowed and convolution caches need the hybrid cache manager; found "
+            "it disabled, by --disable-hybrid-kv-cache-manager or by a --kv-transfer-config whose "
+            "connector moves one kind of cache; leave it out, or use NixlConnector"
+        )
     if parallel.enable_eplb or getattr(parallel, "enable_elastic_ep", False):
         yield (
             "Inkling's experts stay on the rank that loaded them; found --enable-eplb or "

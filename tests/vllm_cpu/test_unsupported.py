@@ -31,6 +31,14 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
         {"attention_backend": "FLASH_ATTN"},
         "found --attention-backend FLASH_ATTN; leave it out, or set INKLING_PORTABLE=rel_attention",
     ),
+    "one cache": (
+        {"disable_hybrid_kv_cache_manager": True},
+        "need the hybrid cache manager; found it disabled, by --disable-hybrid-kv-cache-manager",
+    ),
+    "connector": (
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "whose connector moves one kind of cache; leave it out, or use NixlConnector",
+    ),
     "draft cache": (
         {"speculative_config": MTP | {"kv_cache_dtype": "fp8"}},
         "found kv_cache_dtype fp8 in --speculative-config; set --kv-cache-dtype for both",
