@@ -2,7 +2,8 @@
 
 First suite of both lanes. Prints the target and makes the folder for the recording, or says in one
 sentence what is missing. In CI, CI_TARGET and CI_VLLM say what the lane of ci/matrix.toml
-promises, and a runner with the wrong label is refused.
+promises, and a runner with the wrong label is refused. --dry-run asks for no GPU, but for the
+executor's tools (`ci/run rocm --dry-run`).
 """
 
 from __future__ import annotations
@@ -53,10 +54,19 @@ def refusal(
 
 def main(argv: list[str]) -> int:
     """Returns 0, 1 where the lane cannot run, or 2 for an unknown lane."""
-    if len(argv) != 1 or argv[0] not in CHIPS:
-        print(f"usage: python -m ci.accelerator {'|'.join(CHIPS)}", file=sys.stderr)
+    if argv[:1] not in ([chip] for chip in CHIPS) or argv[1:] not in ([], ["--dry-run"]):
+        print(f"usage: python -m ci.accelerator {'|'.join(CHIPS)} [--dry-run]", file=sys.stderr)
         return 2
     missing = [name for name in TOOLS if importlib.util.find_spec(name) is None]
+    if argv[1:]:
+        if missing:
+            print(f"ci/run {argv[0]} --dry-run needs {' '.join(missing)}; set PYTHON to an "
+                  "interpreter with it, such as .venv/bin/python after `make setup`",
+                  file=sys.stderr)  # fmt: skip
+            return 1
+        (ROOT / "recordings" / "dry-run").mkdir(parents=True, exist_ok=True)
+        print("dry run: AMD code is executed on this CPU, and nothing is measured")
+        return 0
     target = Target("cpu", "cpu") if "torch" in missing else Target.detect()
     reason = refusal(argv[0], target, os.environ, missing)
     if reason:

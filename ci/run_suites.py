@@ -1,5 +1,6 @@
 """Runs the suites of one lane of ci/suites.toml and holds each to its share of time.
 
+With --dry-run, a lane that needs a GPU runs what its suites do without one, and names the rest.
 Needs only the standard library, because the first suite of the CPU lane is the set-up itself.
 A suite fails when its command fails or takes longer than its share; the others still run, unless
 the failed one is `required` by them. Exits non-zero when any suite failed.
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Suite:
-    """One entry of ci/suites.toml; `files` are appended to its command."""
+    """One entry of ci/suites.toml; `files` are appended to its command, `dry` replaces it."""
 
     name: str
     minutes: float
@@ -29,6 +30,7 @@ class Suite:
     env: dict[str, str] = field(default_factory=dict)
     required: bool = False
     files: int = 0
+    dry: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,18 @@ def with_files(suites: list[Suite], files: list[str]) -> list[Suite]:
     if len(files) != wanted:
         raise ValueError(f"this lane takes {wanted} files and got {len(files)}")
     return [replace(suite, run=suite.run + files[: suite.files]) for suite in suites]
+
+
+def rehearsed(suites: list[Suite]) -> tuple[list[Suite], list[str]]:
+    """What runs without the lane's machine, and the names of suites that cannot.
+
+    Raises ValueError if nothing does.
+    """
+    if not any(suite.dry for suite in suites):
+        raise ValueError("this lane has no --dry-run; run it without")
+    kept = [replace(suite, run=suite.dry, env={**suite.env, "TRITON_INTERPRET": "0"})
+            for suite in suites if suite.dry]  # fmt: skip
+    return kept, [suite.name for suite in suites if not suite.dry]
 
 
 def run_suite(suite: Suite) -> Outcome:
@@ -128,17 +142,24 @@ def report(suites: list[Suite], outcomes: list[Outcome]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """`ci/run LANE [FILE ...]`."""
+    """`ci/run LANE [--dry-run] [FILE ...]`."""
     if not argv:
-        print("usage: ci/run LANE [FILE ...], with a lane of ci/suites.toml", file=sys.stderr)
+        print("usage: ci/run LANE [--dry-run] [FILE ...], with a lane of ci/suites.toml",
+              file=sys.stderr)  # fmt: skip
         return 2
+    files, left_out = [word for word in argv[1:] if word != "--dry-run"], list[str]()
     try:
         suites = suites_of(argv[0], (ROOT / "ci" / "suites.toml").read_text())
-        suites = with_files(suites, argv[1:])
+        suites = with_files(suites, files)
+        if "--dry-run" in argv:
+            suites, left_out = rehearsed(suites)
     except ValueError as error:
         print(f"ci/run: {error}", file=sys.stderr)
         return 2
-    return report(suites, run_lane(suites))
+    status = report(suites, run_lane(suites))
+    if left_out:
+        print(f"left out, since they need the machine: {', '.join(left_out)}")
+    return status
 
 
 if __name__ == "__main__":

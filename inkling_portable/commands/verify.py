@@ -8,11 +8,13 @@ with "executed" where CI has executed exactly that one.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from inkling_portable import code_objects
 from inkling_portable.registry import Facts, Offer, SelectionError, op_names, ordered_rows
@@ -90,6 +92,7 @@ def runnable(target: Target, ops: Sequence[str], provider: str | None, executed:
 def main(argv: list[str]) -> int:
     """Returns 0 if all agree, 1 if any does not, 2 for a request that cannot be met."""
     p = parser("verify", __doc__)
+    p.add_argument("--out", metavar="FILE", help="write what was found as JSON too")
     options = p.parse_args(argv)
     try:
         target, device, counted = machine(options.device)
@@ -97,12 +100,22 @@ def main(argv: list[str]) -> int:
     except SelectionError as error:
         print(f"inkling-portable verify: {error}", file=sys.stderr)
         return 2
-    failed = 0
-    print(f"target {target}{', executed on this CPU' if options.device else ''}")
+    where = f"{target}{', executed on this CPU' if options.device else ''}"
+    print(f"target {where}")
     with counted as objects:
-        for row in rows:
-            failed += not verify_row(row, device, options.seed, options.examples)
-    print("\n".join(report_objects(objects)), end="\n" if objects else "")
+        agree = [verify_row(row, device, options.seed, options.examples) for row in rows]
+    failed = agree.count(False)
+    shown = report_objects(objects)
+    print("\n".join(shown), end="\n" if shown else "")
+    if options.out:
+        kernels = [[row.op, row.provider, ok] for row, ok in zip(rows, agree, strict=True)]
+        found = {"target": where, "agree": kernels, "code_objects": shown}
+        try:
+            Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+        except OSError as error:
+            print(f"inkling-portable verify: {options.out} cannot be written ({error}); name a "
+                  "file in a folder that exists and has room", file=sys.stderr)  # fmt: skip
+            return 2
     print(f"{len(rows) - failed} of {len(rows)} kernels agree with their contracts")
     return 1 if failed else 0
 

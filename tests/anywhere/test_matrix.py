@@ -53,7 +53,7 @@ def test_every_vendor_has_a_required_lane_with_the_newest_version() -> None:
     required = [lane for lane in matrix.parse(LANES).lanes if lane.status == "required"]
     targets = {lane.target for lane in required if lane.vllm == newest}
     assert targets == {"cuda:sm90/132", "cuda:sm100/148", "rocm:gfx942/304", "rocm:gfx950/256"}
-    assert "cpu" in {lane.target for lane in required}
+    assert {"cpu", "executed:gfx942", "executed:gfx950"} <= {lane.target for lane in required}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,16 @@ def test_every_vendor_has_a_required_lane_with_the_newest_version() -> None:
         ('target = "rocm:gfx942/80"', 'target = "rocm:gfx942/304"', "has a lane and is listed"),
         ('name = "h200-0.30.0"', 'name = "h200-0.33.0"', "two lanes are called"),
         ('name = "b200-0.33.0"', 'name = "b200"', "of its own"),
+        (
+            'target = "executed:gfx942"',
+            'target = "executed:gfx90a"',
+            "of which no machine is pinned",
+        ),
+        (
+            'suite = "executed-gfx942"',
+            'suite = "executed-gfx950"',
+            "executed-gfx950 on executed:gfx942",
+        ),
     ],
 )
 def test_each_difference_is_named(old: str, new: str, message: str) -> None:
@@ -94,6 +104,10 @@ def test_workflow_runs_lanes_by_their_data() -> None:
         assert "ci/run ${{ matrix.suite }}" in [step.get("run") for step in job["steps"]]
     environment = WORKFLOW["jobs"]["accelerator"]["env"]
     assert environment == {"CI_TARGET": "${{ matrix.target }}", "CI_VLLM": "${{ matrix.vllm }}"}
+    steps = WORKFLOW["jobs"]["cpu"]["steps"]
+    assert steps[-1]["if"] == "startsWith(matrix.target, 'executed:')"
+    assert steps[-1]["with"]["path"] == "recordings/${{ matrix.suite }}.safetensors"
+    assert WORKFLOW["jobs"]["between"]["needs"] == ["cpu", "accelerator"]
     called = re.findall(r"ci/run (\w+)", json.dumps(WORKFLOW))
     assert set(called) <= set(SUITES)
     assert "between" in called
@@ -144,9 +158,9 @@ def test_without_the_accelerator_a_lane_stops_with_a_sentence(lane: str) -> None
 
 @pytest.mark.parametrize("lane", ["cuda", "rocm"])
 def test_accelerator_lanes_do_the_same_on_both_vendors(lane: str) -> None:
-    check, verify, tests, record, explain = ([*suite["run"][1:]] for suite in SUITES[lane])
+    check, verify, tests, record, explain = ([*suite["run"][1:]] for suite in SUITES[lane][:5])
     assert check == ["-m", "ci.accelerator", lane]
-    assert verify == ["-m", "inkling_portable", "verify"]
+    assert verify[:3] == ["-m", "inkling_portable", "verify"]
     assert tests[:2] == ["-m", "pytest"] and tests[-1] == "tests/gpu"
     assert record[2:] == ["record", "--out", f"recordings/{lane}.safetensors"]
     assert explain[2:4] == ["explain", "--strict"]
@@ -154,6 +168,32 @@ def test_accelerator_lanes_do_the_same_on_both_vendors(lane: str) -> None:
     recording = WORKFLOW["jobs"]["accelerator"]["steps"][-1]["with"]["path"]
     assert recording == "recordings/${{ matrix.suite }}.safetensors"
     assert "/recordings/" in (ROOT / ".gitignore").read_text().split()
+
+
+@pytest.mark.parametrize("chip", ["gfx942", "gfx950"])
+def test_lanes_of_executed_code_hold_that_chip_to_everything(chip: str) -> None:
+    """The cpu lane runs the tests of both chips; these add all verdicts, and a recording."""
+    setup, tests, verify, record = (suite["run"] for suite in SUITES[f"executed-{chip}"])
+    assert setup == SUITES["cpu"][0]["run"]
+    whole = next(suite for suite in SUITES["cpu"] if suite["name"] == "executed AMD code")
+    (other,) = {"gfx942", "gfx950"} - {chip}
+    assert tests == [*whole["run"], "-k", f"not {other}"]
+    assert verify[3:6] == ["verify", "--device", f"executed:{chip}"]
+    assert record[3:] == ["record", "--device", f"executed:{chip}", "--out",
+                          f"recordings/executed-{chip}.safetensors"]  # fmt: skip
+
+
+def test_a_dry_run_is_of_what_needs_no_gpu(capfd: pytest.CaptureFixture[str]) -> None:
+    suites = run_suites.suites_of("rocm", (ROOT / "ci" / "suites.toml").read_text())
+    kept, left_out = run_suites.rehearsed(suites)
+    assert left_out == ["accelerator"]
+    assert [suite.name for suite in suites if suite.name not in left_out] == [s.name for s in kept]
+    for suite in kept:
+        assert suite.run == suite.dry and suite.env["TRITON_INTERPRET"] == "0"
+        places = [word for word in suite.run if word.startswith("recordings")]
+        assert all(place.startswith("recordings/dry-run") for place in places)
+    assert run_suites.main(["cuda", "--dry-run"]) == 2
+    assert "this lane has no --dry-run; run it without" in capfd.readouterr().err
 
 
 def test_between_compares_two_recordings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
