@@ -77,19 +77,42 @@ def wilson(right: int, asked: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, (middle - reach) / (1 + spread)), min(1.0, (middle + reach) / (1 + spread))
 
 
+def what_failed(error: Exception) -> str:
+    """A clause on what a server did, from what the SDK raised and what lies behind that."""
+    import openai
+
+    if isinstance(error, openai.APITimeoutError):
+        return "it did not answer in time (--timeout)"
+    if isinstance(error, openai.APIStatusError):
+        return f"it answered with status {error.status_code} ({error.message.splitlines()[0]})"
+    behind = error.__cause__ or error
+    return f"it did not answer ({str(behind).rstrip('.') or type(behind).__name__})"
+
+
 class Client:
     """The chat endpoint of a server, through the OpenAI SDK."""
 
     def __init__(self, url: str, model: str | None, timeout_s: float) -> None:
-        from openai import OpenAI
+        from openai import OpenAI, OpenAIError
 
         base = url.rstrip("/")
         base = base if base.endswith("/v1") else f"{base}/v1"
         self.api = OpenAI(base_url=base, api_key="none", max_retries=0, timeout=timeout_s)
-        served = self.api.models.list().data
+        try:
+            served = self.api.models.list().data
+        except (OpenAIError, AttributeError) as error:
+            page = isinstance(error, AttributeError)  # The SDK hands a web page over as text.
+            found = "it answered with no list of them" if page else what_failed(error)
+            raise EvalError(
+                f"eval needs an OpenAI-compatible server at {url}; asked for its models, {found}; "
+                f"start one there, or give the URL that one listens on"
+            ) from error
         names = [entry.id for entry in served]
         if not names or (model is not None and model not in names):
-            raise EvalError(f"{url} serves {', '.join(names) or 'nothing'}, not {model}")
+            raise EvalError(
+                f"{url} serves {', '.join(names) or 'nothing'}, not {model or 'any model'}; name "
+                f"one that it serves with --model, or give the URL of another server"
+            )
         self.model = model or names[0]
         entry = served[names.index(self.model)]
         self.limit: int | None = getattr(entry, "max_model_len", None)
@@ -202,7 +225,10 @@ def evaluate(
                           "found": found})  # fmt: skip
         show()
     if failed is not None and not answered:
-        raise EvalError(f"no request was answered; the last one failed with {failed}") from failed
+        raise EvalError(
+            f"no request was answered; of the last one, {what_failed(failed)}; see the server's "
+            f"log for the reason"
+        ) from failed
     for row in rows.values():
         row.low, row.high = wilson(row.right, row.asked)
     return list(rows.values()), wrong
@@ -339,5 +365,5 @@ def main(argv: list[str]) -> int:
         print(f"eval: {error}", file=sys.stderr)
         return 2
     except Exception as error:  # The SDK raises many kinds; each means that the server failed.
-        print(f"eval: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"eval: {type(error).__name__}: {error}; see the server's log", file=sys.stderr)
         return 2

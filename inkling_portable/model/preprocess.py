@@ -214,7 +214,7 @@ def image_patches(
             f"{count}; send a smaller image or raise max_image_tokens in --mm-processor-kwargs"
         )
     try:
-        picture = picture.convert("RGB")
+        picture = _eight_bits(picture).convert("RGB")
     except (OSError, SyntaxError) as error:
         raise ValueError(
             f"an image needs intact data; decoding failed with {error}; send the file again"
@@ -359,6 +359,26 @@ def _picture(image: Any) -> Image.Image:
         f"an image needs to be a PIL image or uint8 [height, width, 3]; found {found}; "
         "decode or convert it first"
     )
+
+
+def _eight_bits(picture: Image.Image) -> Image.Image:
+    """The picture itself, or one of 16-bit grey with its range 0..65535 put to 0..255.
+
+    PIL's own conversion clips at 255, as it does for whole and real numbers of 32 bits ("I", "F"),
+    whose range is not known: those are refused when they need it.
+    """
+    if picture.mode.startswith("I;16"):
+        wide = np.asarray(picture).astype(np.uint32)
+        return Image.fromarray(((wide + 128) // 257).astype(np.uint8))  # to the nearest, v / 257
+    if picture.mode in ("I", "F"):
+        values = np.asarray(picture)
+        low, high = values.min(), values.max()
+        if not 0 <= low <= high <= 255:
+            raise ValueError(
+                f"an image of 32-bit values needs them between 0 and 255; found {low:g} to "
+                f"{high:g}; scale it to 8 bits first"
+            )
+    return picture
 
 
 def _waveform(samples: Any) -> Tensor:

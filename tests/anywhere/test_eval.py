@@ -4,6 +4,7 @@ import http.server
 import json
 import random
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -246,9 +247,64 @@ def test_what_cannot_be_evaluated_is_a_sentence(
     serve: Callable[[Reply], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main([serve(lambda asked: None), "--suite", "tools", "--count", "1"]) == 2
-    assert "no request was answered; the last one failed with" in capsys.readouterr().err
+    wanted = (
+        "no request was answered; of the last one, it answered with status 500 (Error code: 500"
+    )
+    error = capsys.readouterr().err
+    assert wanted in error and error.endswith("; see the server's log for the reason\n")
     assert command.main([str(tmp_path)]) == 2
     assert "is neither: it has no config.json" in capsys.readouterr().err
     url = serve(lambda asked: {"role": "assistant", "content": "42"})
     assert command.main([url, "--model", "other"]) == 2
-    assert "serves stub, not other" in capsys.readouterr().err
+    assert "serves stub, not other; name one that it serves with" in capsys.readouterr().err
+
+
+def silent(listener: socket.socket) -> None:
+    """Nothing answers."""
+
+
+def slams(listener: socket.socket) -> None:
+    listener.accept()[0].close()
+
+
+def page(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    connection.recv(4096)
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html></html>")
+    connection.close()
+
+
+def is_no_api(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    connection.recv(4096)
+    connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("server", "cause"),
+    [
+        (None, "it did not answer ([Errno 111] Connection refused)"),
+        (silent, "it did not answer in time (--timeout)"),
+        (slams, "it did not answer ("),
+        (is_no_api, "it answered with status 404 ("),
+        (page, "it answered with no list of them"),
+    ],
+    ids=["nobody", "silent", "slams", "no API", "a page"],
+)
+def test_a_dead_url_is_one_sentence(
+    server: Callable[[socket.socket], None] | None, cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cause and remedy, whatever answers there or does not."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with listener:
+        if server is None:
+            listener.close()
+        else:
+            threading.Thread(target=server, args=(listener,), daemon=True).start()
+        assert command.main([url, "--timeout", "0.5"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    start = f"eval: eval needs an OpenAI-compatible server at {url}; asked for its models, {cause}"
+    assert line.startswith(start), line
+    assert line.endswith("; start one there, or give the URL that one listens on")

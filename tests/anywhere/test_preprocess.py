@@ -4,9 +4,11 @@ transformers' image processor needs torchvision; its answers stand in tests/fact
 (ci/record_images.py). Its audio extractor runs as it is.
 """
 
+import io
 import json
 import math
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -94,14 +96,24 @@ def test_resizing_is_pils_lanczos_on_eight_bits():
     assert torch.equal(image_patches(image, ImageSettings()), image_patches(again, AS_IS))
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16"])
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I", "F"])
 def test_every_mode_is_converted_to_rgb(mode):
-    image = Image.fromarray(picture(20, 30)).convert("L" if mode == "I;16" else mode)
-    if mode == "I;16":
-        image = Image.fromarray(np.asarray(image).astype(np.uint16))
-        assert image.mode == mode
+    image = Image.fromarray(picture(20, 30)).convert(mode)
     expected = image_patches(image.convert("RGB"), AS_IS)
     assert torch.equal(image_patches(image, AS_IS), expected)
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16B"])
+def test_sixteen_bits_of_grey_keep_their_range(mode):
+    """Every value, against fractions: the nearest of 256 steps from black to white."""
+    values = np.arange(1 << 16, dtype=">u2" if mode == "I;16B" else "<u2").reshape(256, 256)
+    image = Image.frombytes(mode, (256, 256), values.tobytes())
+    nearest = [round(Fraction(v * 255, 65535)) for v in range(1 << 16)]
+    grey = np.array(nearest, np.uint8).reshape(256, 256, 1).repeat(3, -1)
+    assert torch.equal(image_patches(image, AS_IS), image_patches(grey, AS_IS))
+    file = io.BytesIO()
+    Image.frombytes("I;16", (256, 256), values.astype("<u2").tobytes()).save(file, "PNG")
+    assert torch.equal(image_patches(Image.open(file), AS_IS), image_patches(grey, AS_IS))
 
 
 def test_arrays_and_tensors_equal_pil_images():
@@ -127,6 +139,9 @@ def test_other_patch_sizes():
         (np.zeros((5, 5, 3), np.float32), "found float32 of shape"),
         (np.zeros((5, 5), np.uint8), r"found uint8 of shape \(5, 5\)"),
         (np.zeros((3, 5, 5), np.uint8), r"found uint8 of shape \(3, 5, 5\)"),
+        (Image.new("I", (2, 2), 256), "between 0 and 255; found 256 to 256; scale it to 8 bits"),
+        (Image.new("F", (2, 2), -0.5), "between 0 and 255; found -0.5 to -0.5; scale"),
+        (Image.new("F", (2, 2), math.nan), "between 0 and 255; found nan"),
         ("picture.png", "found str"),
         (b"\x89PNG", "found bytes"),
         (None, "found NoneType"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
@@ -27,7 +25,7 @@ from inkling_portable.model.preprocess import (
     dmel_levels,
     image_patches,
 )
-from tests import hf_oracle
+from tests import hf_oracle, nursery
 from tests.media import picture, ruled_pixels, tone, transformers_levels
 from tests.vllm_cpu.conftest import SOFT_BOUND, Engine, dense, prompt, soften_head
 
@@ -390,39 +388,30 @@ def test_our_class_serves(engines: Callable[..., Engine]) -> None:
     )
 
 
-PEER = """
-import sys
-import torch
-from PIL import Image
-from vllm.transformers_utils.processors.inkling import (
-    InklingAudioFeatureExtractor,
-    InklingImageProcessor,
-)
-from tests.media import picture, tone
+def vllms_own() -> dict[str, Any]:
+    """Patches of pictures by their sizes and levels of clips by theirs, as vLLM makes them."""
+    from vllm.transformers_utils.processors.inkling import (
+        InklingAudioFeatureExtractor,
+        InklingImageProcessor,
+    )
 
-images = {size: InklingImageProcessor(patch_size=40).preprocess(Image.fromarray(picture(*size)))
-          for size in [(1, 1), (30, 45), (80, 40), (37, 123)]}
-clips = {n: InklingAudioFeatureExtractor()([tone(n)]) for n in (1, 800, 801, 12_345)}
-torch.save(
-    {
-        "images": {k: v["vision_patches_bthwc"].clone() for k, v in images.items()},
-        "clips": {k: v["dmel_bins"][0] for k, v in clips.items()},
-    },
-    sys.argv[1],
-)
-"""
+    images = {size: InklingImageProcessor(patch_size=40).preprocess(Image.fromarray(picture(*size)))
+              for size in [(1, 1), (30, 45), (80, 40), (37, 123)]}  # fmt: skip
+    clips = {n: InklingAudioFeatureExtractor()([tone(n)]) for n in (1, 800, 801, 12_345)}
+    return {
+        "images": {k: v["vision_patches_bthwc"].float().numpy() for k, v in images.items()},
+        "clips": {k: v["dmel_bins"][0].int().numpy() for k, v in clips.items()},
+    }
 
 
-def test_preprocessing_equals_vllms_own(tmp_path: Path) -> None:
+def test_preprocessing_equals_vllms_own() -> None:
     # In a process of its own: it imports numba, and an engine that starts after that fails in
     # vLLM 0.32 while it looks through all modules for kernels.
-    command = [sys.executable, "-c", PEER, str(tmp_path / "theirs.pt")]
-    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
-    theirs = torch.load(tmp_path / "theirs.pt")
+    theirs = nursery.call(vllms_own)
     for (height, width), patches in theirs["images"].items():
         ours = image_patches(Image.fromarray(picture(height, width)), ImageSettings())
         assert ours.shape == patches.shape
         # Theirs is rounded to bfloat16, values are below 2.7.
-        assert (ours - patches.float()).abs().max() <= 2**-7
+        assert (ours - torch.from_numpy(patches)).abs().max() <= 2**-7
     for samples, levels in theirs["clips"].items():
-        assert torch.equal(dmel_levels(tone(samples), AudioSettings()), levels.int())
+        assert torch.equal(dmel_levels(tone(samples), AudioSettings()), torch.from_numpy(levels))

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from inkling_portable import plugin
+from tests import nursery
 from tests.vllm_cpu.conftest import Engine, Oracle, prompt
 
-RESOLVE = """
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-from vllm.model_executor.models import ModelRegistry
-for name in ("InklingForCausalLM", "InklingForConditionalGeneration", "InklingMTPModel"):
-    print("resolved", name, ModelRegistry.models[name].module_name)
-"""
+
+def resolve() -> dict[str, str]:
+    """Module of each architecture."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    names = ("InklingForCausalLM", "InklingForConditionalGeneration", "InklingMTPModel")
+    return {name: ModelRegistry.models[name].module_name for name in names}
 
 
-def resolved(value: str) -> dict[str, str]:
-    """Module of each architecture in a fresh interpreter with INKLING_PORTABLE=value."""
-    done = subprocess.run(
-        [sys.executable, "-c", RESOLVE], env={**os.environ, "INKLING_PORTABLE": value},
-        capture_output=True, text=True, check=True, cwd="/",
-    )  # fmt: skip
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("resolved ")]
-    return {name: module for _, name, module in lines}
+def resolved(monkeypatch: pytest.MonkeyPatch, value: str) -> dict[str, str]:
+    """The same in a process that has loaded no plugins, with INKLING_PORTABLE=value."""
+    monkeypatch.setenv("INKLING_PORTABLE", value)
+    found: dict[str, str] = nursery.call(resolve)
+    return found
 
 
-def test_the_plugin_is_what_resolves() -> None:
-    assert resolved("on") == {
+def test_the_plugin_is_what_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolved(monkeypatch, "on") == {
         name: code.partition(":")[0] for name, code in plugin.ARCHITECTURES.items()
     }
 
 
-def test_off_leaves_the_class_in_the_tree() -> None:
-    assert set(resolved("off").values()) == {"vllm.models.inkling"}
+def test_off_leaves_the_class_in_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(resolved(monkeypatch, "off").values()) == {"vllm.models.inkling"}
 
 
 def test_our_class_serves_without_remote_code(engines: Callable[..., Engine]) -> None:
