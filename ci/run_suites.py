@@ -128,14 +128,14 @@ def run_lane(suites: list[Suite]) -> list[Outcome]:
 
 def report(suites: list[Suite], outcomes: list[Outcome]) -> int:
     """Prints one line for each suite and returns the exit status."""
-    print("\nsuite                  seconds   share  result")
+    print(f"\n{'suite':36} seconds   share  result")
     for outcome in outcomes:
         print(
-            f"{outcome.suite.name:22} {outcome.seconds:7.0f} {outcome.suite.minutes * 60:7.0f}  "
+            f"{outcome.suite.name:36} {outcome.seconds:7.0f} {outcome.suite.minutes * 60:7.0f}  "
             f"{outcome.failure or 'passed'}"
         )
     for suite in suites[len(outcomes) :]:
-        print(f"{suite.name:22}       -       -  not reached")
+        print(f"{suite.name:36}       -       -  not reached")
     failed = sum(outcome.failure is not None for outcome in outcomes)
     print(f"suites: {len(outcomes) - failed} passed, {failed} failed")
     return 1 if failed or len(outcomes) < len(suites) else 0

@@ -219,6 +219,25 @@ def test_prefix_hits_know_the_picture(
     assert hits(first, [4, 5]) >= 96
 
 
+# Behind 10 ids and an opener, 96 patches or 38 frames, in which whole pages of 16 end.
+HITS = {"picture": picture(60, 90), "clip": tone(30_000, seed=1)}
+
+
+@pytest.mark.parametrize("chunk", [1024, 24])
+@pytest.mark.parametrize("kind", HITS)
+def test_prefix_hit_that_ends_within(
+    engines: Callable[..., Engine], truth: Truth, omni: Path, kind: str, chunk: int
+) -> None:
+    """What is left of it comes from its own rows, and the convolutions go on where they were."""
+    engine = engines(block_size=16, max_num_batched_tokens=chunk, max_num_seqs=8)
+    engine.forget_prefixes()
+    alone, more = (Prompt(omni, prompt(10), HITS[kind], tail) for tail in ([], prompt(5)))
+    for asked in (alone, more):
+        (out,) = run(engine, [asked], max_tokens=1, logprobs=-1)
+        truth.check_next(dense(out.outputs[0].logprobs)[0], asked)
+    assert 11 < out.num_cached_tokens < len(alone.expanded)
+
+
 def test_a_repeated_picture_is_processed_once(
     engines: Callable[..., Engine], truth: Truth, omni: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
