@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -202,6 +203,7 @@ class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
+        began = time.monotonic()
         self.vllm_config = vllm_config
         self.config = vllm_config.model_config.hf_config
         self.settings = settle(vllm_config, describe(self.config))
@@ -219,7 +221,7 @@ class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA
             ["hidden_states"], text.hidden_size
         )
         skinny.take_over(self)
-        _announce(self)
+        _announce(self, time.monotonic() - began)
         warm_up.when_bound(self, vllm_config)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -290,8 +292,11 @@ def shard_of(module: nn.Module, settings: Settings) -> checkpoint.Shard:
     )  # fmt: skip
 
 
-def _announce(model: InklingForCausalLM) -> None:
-    """Say once who serves, who computes each op, and which ops ended on the slow reference."""
+def _announce(model: InklingForCausalLM, seconds: float) -> None:
+    """Say once who serves, who computes each op, and which ops ended on the slow reference.
+
+    seconds: what choosing, self-test and building took; kernels report their own, see `warm_up`.
+    """
     if model.settings.rank or not model.model.first:
         return
     ops = model.settings.ops()
@@ -307,5 +312,6 @@ def _announce(model: InklingForCausalLM) -> None:
     outcome = model.settings.self_test
     if outcome.agreed or outcome.failed or outcome.off:
         logger.info("inkling_portable: %s", outcome)
+    logger.info("inkling_portable: layers are built after %.1f s", seconds)
     for sentence in reference_warnings(ops.target, ops.decisions):
         logger.warning("%s", sentence)

@@ -177,9 +177,18 @@ def load(
     load together, and for the draft (`draft`) that is loaded after the target.
 
     Returns the names of the filled parameters. Raises CheckpointError, naming the tensor and its
-    file, for one that is missing or has NaN or infinite values, and for a parameter left unfilled.
+    file, for one that is missing or has NaN or infinite values, for a parameter left unfilled, and
+    for parameters without memory.
     """
     params = {name: p for name, p in module.named_parameters() if name not in skip}
+    if any(p.is_meta for p in params.values()):
+        # What is copied there is lost; vLLM would warn at most, and go on answering.
+        raise CheckpointError(
+            "Inkling's weights are loaded once, at start, as they are stored; found parameters "
+            "without memory, as vLLM prepares them for a reload (after sleep level 2) or for "
+            "rounding (--quantization); start the server anew, sleep at level 1, or store that "
+            "format with `inkling-portable convert`"
+        )
     for name in padded_parameters(params):
         params[name].data.fill_(1) if name.endswith(RANGES) else params[name].data.zero_()
     filled = dict.fromkeys(params, 0)

@@ -120,3 +120,14 @@ def test_the_model_asks(checkpoint: Path) -> None:
     from inkling_portable.model import settings
 
     assert settings.check_options is check_options
+
+
+def test_parameters_without_memory() -> None:
+    """As vLLM makes them for rounding at start: what is copied there is lost without a word."""
+    from torch import nn
+
+    from inkling_portable.model import loading
+    from inkling_portable.model.checkpoint import CheckpointError
+
+    with pytest.raises(CheckpointError, match=r"rounding \(--quantization\); .* store that format"):
+        loading.load(nn.Linear(2, 2, device="meta"), [], {}, loading.Files(), False)
