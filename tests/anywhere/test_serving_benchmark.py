@@ -1,0 +1,95 @@
+"""The script that times one rank of eight: its model, its floors, and what it calls a kernel."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import serving, serving_rank
+from inkling_portable.commands.released_configs import released
+from inkling_portable.model.config import parse
+from inkling_portable.registry import MODELS
+
+KERNELS = Path(__file__).parents[2] / "inkling_portable" / "backends"
+
+
+def test_a_rank_has_an_eighth_of_what_ranks_divide() -> None:
+    rank = parse(serving_rank.rank_config("Inkling", 8, None, "nvfp4")).text
+    whole = parse(released("Inkling")).text
+    assert (rank.num_layers, rank.hidden_size, rank.num_experts) == (66, 6144, 256)
+    assert (rank.global_heads, rank.global_kv_heads, rank.local_kv_heads) == (8, 1, 2)
+    assert rank.expert_width * 8 == whole.expert_width == MODELS["large"].expert_width
+    assert rank.dense_width * 8 == whole.dense_width
+    assert rank.padded_vocab_size * 8 == whole.padded_vocab_size
+    assert rank.local_layers == whole.local_layers
+
+
+def test_floors() -> None:
+    """Bytes of batch 1 at 8K, by hand from the published sizes, within a tenth."""
+    config = parse(serving_rank.rank_config("Inkling", 8, None, "nvfp4"))
+    floors = serving_rank.floors_us(config, "nvfp4", 1, 8192, 4.3e12)
+    # Six experts of width 384 with 4-bit codes and a scale for 16 of them; the first sparse
+    # layer's are in bfloat16.
+    expert = 3 * 6144 * 384
+    experts = 6 * expert * (63 * (0.5 + 1 / 16) + 2)
+    assert floors["routed experts"] == pytest.approx(experts / 4.3e6, rel=0.1)
+    assert floors["unembedding"] == pytest.approx(2 * 25128 * 6144 / 4.3e6, rel=0.1)
+    cells = 11 * 8192 * 2 * 128 + 55 * 512 * 2 * 2 * 128
+    assert floors["keys and values"] == pytest.approx(2 * cells / 4.3e6)
+    more = serving_rank.floors_us(config, "nvfp4", 64, 8192, 4.3e12)
+    assert more["attention"] == floors["attention"]
+    assert more["keys and values"] == pytest.approx(64 * floors["keys and values"])
+    # Of 256 experts 64 rows of six leave (1 - 6/256)**64 unused.
+    assert more["routed experts"] / floors["routed experts"] == pytest.approx(
+        (1 - (250 / 256) ** 64) * 256 / 6, rel=0.01
+    )
+
+
+def test_routers_choose_evenly() -> None:
+    """Whatever a model calls its layers, its routers get the same weights, and no bias."""
+    models = []
+    for _ in range(2):
+        gate = nn.Linear(64, 34)
+        gate.global_scale = nn.Parameter(torch.zeros(1))
+        models.append(nn.ModuleDict({"mlp": nn.ModuleDict({"gate": gate})}))
+    assert [serving_rank.draw_routers(model) for model in models] == [1, 1]
+    first, second = (model["mlp"]["gate"] for model in models)  # type: ignore[index]
+    assert torch.equal(first.weight, second.weight) and not first.bias.any()
+    assert first.global_scale.item() == 1.0
+    rows = torch.randn(4000, 64, generator=torch.Generator().manual_seed(1))
+    chosen = torch.bincount((rows @ first.weight.T)[:, :32].topk(2).indices.flatten())
+    assert chosen.min() > 50 and chosen.max() < 500  # 250 each, on average
+    assert serving_rank.draw_routers(nn.Linear(4, 4)) == 0
+
+
+def test_every_kernel_of_ours_belongs_to_an_op() -> None:
+    names = set()
+    for path in [*KERNELS.rglob("*.py")]:
+        text = path.read_text()
+        names |= set(re.findall(r"@(?:triton|gluon)\.jit[^\n]*\ndef (\w*kernel)\(", text))
+        names |= set(re.findall(r"@(?:triton|gluon)\.jit[^\n]*\ndef (attend_\w+)\(", text))
+    assert len(names) > 12
+    assert [name for name in names if serving.op_of(name) == "unknown"] == []
+    assert serving.op_of("gemv_up_kernel") == serving.op_of("moe_align_block") == "routed_experts"
+    assert serving.op_of("nvjet_tst_64x8_64x16_4x1_v_bz_TNT") == "linear layers"
+
+
+def test_the_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("INKLING_PORTABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "")  # set by the script
+    assert serving.main(["--dry-run", "--variant", "off", "--cases", "decode"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["plan"] == {"decode": [[1, 8192], [1, 65536], [1, 262144], [16, 2048], [64, 8192]]}
+    assert 1.3 < said["floors ms"]["1 x 8192"] < 1.6
+    with pytest.raises(SystemExit):
+        serving.main(["--cases", "decoding"])
+    options = type("Options", (), {"all_drafts": [1, 8]})
+    assert serving.passes(options) == [  # type: ignore[arg-type]
+        ("plugin", 0), ("off", 0), ("off-split", 0), ("plugin", 1), ("plugin", 8), ("off", 1),
+        ("off", 8),
+    ]  # fmt: skip
