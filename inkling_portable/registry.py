@@ -71,6 +71,7 @@ class Facts:
     batch_invariant: bool = False
     moe_backend: str = "auto"
     rocm_aiter: bool = True
+    gfx950_gluon: bool = True  # INKLING_GFX950_GLUON, vLLM's switch of its Gluon attention
     failed: tuple[tuple[str, str], ...] = ()
 
 
@@ -153,7 +154,9 @@ class Offer:
     when: str | None = None  # "module:attribute" of a test on host integers; several rows may chain
     only_if_asked: bool | Predicate = False  # a predicate says why it waits to be asked for
     note: str = ""
-    verified: str = "run"  # or "signature only": calls of a library that no test here can run
+    # Or "signature only": calls of a library that no test here can run; or "executed": a test runs
+    # the library's code on the CPU executor of ci/cdna.
+    verified: str = "run"
     # "module:attribute" of what ranks run together before the row may serve them, for rows that own
     # memory shared between ranks: (target, facts, group, gather) -> None or a sentence.
     prepare: str | None = None

@@ -93,6 +93,7 @@ def facts_of(options: argparse.Namespace) -> Facts:
         kv_dtype=options.kv_cache_dtype,
         batch_invariant=options.batch_invariant,
         moe_backend=options.moe_backend,
+        gfx950_gluon=os.environ.get("INKLING_GFX950_GLUON", "1") == "1",
     )
 
 

@@ -247,6 +247,7 @@ def _facts(vllm_config: VllmConfig, text: TextConfig, tp: int, weights: str) -> 
         batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT") == "1",
         moe_backend=str(getattr(kernel, "moe_backend", None) or "auto"),
         rocm_aiter=os.environ.get("VLLM_ROCM_USE_AITER", "1") not in ("0", "false", "False"),
+        gfx950_gluon=os.environ.get("INKLING_GFX950_GLUON", "1") == "1",
     )
     for name, known in MODELS.items():
         same = ("hidden", "heads", "kv_heads", "local_heads", "local_kv_heads", "expert_width")

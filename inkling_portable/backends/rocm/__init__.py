@@ -17,7 +17,18 @@ def aiter_a16w4(target: Target, facts: Facts) -> str | None:
     return needs(amd_aiter=">=0.1.16")(target, facts)
 
 
+def switched_on(target: Target, facts: Facts) -> str | None:
+    """vLLM's own switch holds for its kernels wherever they are called from."""
+    if not facts.gfx950_gluon:
+        return "INKLING_GFX950_GLUON is not 1; set it to 1 or ask for rel_attention=triton"
+    return None
+
+
 offer = offers_in(__name__)
+TRITON = "inkling_portable.backends.triton.rel_attention:rel_attention"
+gluon = (needs(arch="gfx950", vllm=">=0.28,<0.34", triton=">=3.6"), switched_on,
+         needs(dtype="bfloat16", head_dim=(64, 128), page_size=(0, 64, 128, 256),
+               kv_dtype=("auto", "bfloat16")))  # fmt: skip
 
 OFFERS: tuple[Offer, ...] = (
     offer("routed_experts", "aiter", ".routed_experts_aiter:routed_experts",
@@ -29,5 +40,15 @@ OFFERS: tuple[Offer, ...] = (
     offer("rel_attention", "vllm", ".incumbent:rel_attention",
           needs(arch=("gfx942", "gfx950"), vllm=">=0.28,<0.34"),
           needs(dtype="bfloat16", head_dim=128, kv_dtype=("auto", "bfloat16")),
+          only_if_asked=True),
+    # vLLM's Gluon kernels, each for the calls that vLLM gives it, and Triton for the others. Both
+    # public launch recipes found serving faster without them.
+    offer("rel_attention", "gluon", ".incumbent:gluon_decode", *gluon,
+          when=".incumbent:decodes", note="single new tokens", only_if_asked=True,
+          verified="executed"),
+    offer("rel_attention", "gluon", ".incumbent:gluon_extend", *gluon,
+          when=".incumbent:extends", note="chunks of global layers, from 8,192 tokens on",
+          only_if_asked=True, verified="executed"),
+    offer("rel_attention", "gluon", TRITON, *gluon, note="all other calls, by Triton",
           only_if_asked=True),
 )  # fmt: skip
