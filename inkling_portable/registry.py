@@ -198,12 +198,10 @@ class Offer:
     def vote(self, target: Target, facts: Facts, group: str, gather: Gather) -> str | None:
         """Run `prepare` together with the other ranks; None, or why this rank refuses."""
         try:
-            return None if self.prepare is None else _load(self.prepare)(
-                target, facts, group, gather
-            )  # fmt: skip
+            return _load(self.prepare)(target, facts, group, gather) if self.prepare else None
         except Exception as error:  # whatever it is, the next row may serve
-            text = " ".join(str(error).split())
-            return f"cannot be prepared ({type(error).__name__}: {text[:200]})"
+            text = " ".join(str(error).split())[:200]
+            return f"cannot be prepared ({type(error).__name__}: {text})"
 
 
 def offers_in(package: str) -> Callable[..., Offer]:

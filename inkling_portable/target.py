@@ -14,7 +14,7 @@ from importlib import metadata
 # an unrelated package, hence distribution names and not module names.
 LIBRARIES = ("torch", "triton", "vllm", "amd-aiter", "flash-attn-4", "flashinfer-python",
              "humming-kernels")  # fmt: skip
-FEATURES = ("interpret", "p2p", "multicast", "aiter-a16w4")
+FEATURES = ("interpret", "p2p", "multicast", "aiter-a16w4", "fine-grained")
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Ranks:
             self._pipes.append(mine)
             self._processes.append(process)
 
-    def outcomes(self, function: Callable[..., Any], *arguments: Any, seconds: float = 60
+    def outcomes(self, function: Callable[..., Any], *arguments: Any, seconds: float = 300
                  ) -> list[Any]:  # fmt: skip
         """What every rank returned or raised; None for one that died or did not answer in time."""
         for pipe in self._pipes:

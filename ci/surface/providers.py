@@ -1,4 +1,4 @@
-"""Signatures of other libraries that rows call and that cannot run here: AITER's.
+"""Signatures of other libraries that rows call and that cannot run here: AITER's, vLLM's exchange.
 
     python -m ci.surface.providers LIBRARY VERSION PATH [LIBRARY VERSION PATH ...]
 
@@ -25,6 +25,10 @@ NAMES = {
         "aiter.ops.triton.moe.moe_routing.routing:ExptData",
         "aiter.ops.triton.moe.moe_routing.routing:RoutingData",
     ),
+    "vllm": (
+        "vllm.models.inkling.nvidia.ops.lamport:LamportRSConv.__init__",
+        "vllm.models.inkling.nvidia.ops.lamport:LamportRSConv.rs_sconv_ag_add_norm",
+    ),
 }
 
 
@@ -39,8 +43,16 @@ def read(path: Path, version: str, name: str) -> str | None:
 
 
 def fact(text: str | None, name: str) -> str | None:
-    """Parameters of a function, or fields of a dataclass as parameters; None where it is absent."""
-    for node in ast.parse(text or "").body:
+    """Parameters of a function or method, or fields of a dataclass as such; None where absent."""
+    owner, _, method = name.rpartition(".")
+    nodes = ast.parse(text or "").body
+    if owner:
+        nodes = [
+            n for c in nodes if isinstance(c, ast.ClassDef) and c.name == owner for n in c.body
+        ]
+    for node in nodes:
+        if owner and isinstance(node, Function) and node.name == method:
+            return signature(node, True)
         if isinstance(node, Function) and node.name == name:
             return signature(node, False)
         if isinstance(node, ast.ClassDef) and node.name == name:

@@ -174,7 +174,7 @@ def layer_caches(
     for geometry in geometries:
         found.append(_conv_cache(config, geometry, tp))
         kind = "local" if geometry.window else "global"
-        heads = geometry.kv_heads // tp
+        heads = geometry.rank_kv_heads(tp)
         found.append(
             LayerCache(kind, block, heads, 2 * geometry.head_dim, kv_bytes, geometry.window)
         )
@@ -183,6 +183,6 @@ def layer_caches(
 
 def _conv_cache(config: InklingConfig, geometry: AttentionGeometry, tp: int) -> LayerCache:
     """Four streams (K, V, attention, MLP) packed for each KV head, up to a power of two."""
-    heads, taps = geometry.kv_heads // tp, config.text.conv_taps
+    heads, taps = geometry.rank_kv_heads(tp), config.text.conv_taps
     width = 2 * geometry.head_dim + 2 * (config.text.hidden_size // tp // heads)
     return LayerCache("conv", taps, heads, 1 << (width - 1).bit_length(), CONV_BYTES, taps)

@@ -97,8 +97,8 @@ class InklingAttention(CacheLayer):
         self.log_floor = 0.0 if geometry.window else float(text.log_floor)
         self.log_alpha = text.log_alpha
         self.qkvr = MergedColumnParallelLinear(
-            text.hidden_size, list(geometry.qkvr_sizes), bias=False, quant_config=quant_config,
-            prefix=f"{prefix}.qkvr", return_bias=False,
+            text.hidden_size, list(geometry.split_sizes(settings.tp)), bias=False,
+            quant_config=quant_config, prefix=f"{prefix}.qkvr", return_bias=False,
         )  # fmt: skip
         # The branch's convolution sums over ranks.
         self.wo_ud = RowParallelLinear(

@@ -105,6 +105,11 @@ class Shard:
     def part(self, width: int) -> slice:
         return _part(width, self.rank, self.size)
 
+    def kv_part(self, geometry: AttentionGeometry) -> slice:
+        """Rows of keys or values: those of this rank's heads, which others may hold too."""
+        copies = geometry.copies(self.size)
+        return _part(geometry.kv_size, self.rank // copies, self.size // copies)
+
 
 def _part(width: int, rank: int, size: int) -> slice:
     share = width // size
@@ -315,15 +320,16 @@ def _block(
     def whole(name: str, shape: Shape) -> tuple[str, Stored]:
         return names.layer(name), Stored(shape, (Copy(to + name),))
 
-    def conv(name: str, channels: int) -> tuple[str, Stored]:
-        copy = Copy(f"{to}{name}", (), (shard.part(channels), 0))
+    def conv(name: str, channels: int, kv: bool = False) -> tuple[str, Stored]:
+        part = shard.kv_part(geometry) if kv else shard.part(channels)
+        copy = Copy(f"{to}{name}", (), (part, 0))
         return names.layer(name), Stored((channels, 1, taps), (copy,))
 
     yield whole("attn_norm.weight", (hidden,))
     yield whole("mlp_norm.weight", (hidden,))
     at = 0
     for part, rows in zip(("wq_du", "wk_dv", "wv_dv", "wr_du"), geometry.qkvr_sizes, strict=True):
-        source = shard.part(rows)
+        source = shard.kv_part(geometry) if part[1] in "kv" else shard.part(rows)
         count = source.stop - source.start
         copy = Copy(f"{to}attn.qkvr.weight", (slice(at, at + count),), (source,))
         yield names.layer(f"attn.{part}.weight"), Stored((rows, hidden), (copy,))
@@ -333,8 +339,8 @@ def _block(
     yield whole("attn.q_norm.weight", (geometry.head_dim,))
     yield whole("attn.k_norm.weight", (geometry.head_dim,))
     yield whole("attn.rel_logits_proj.proj", (geometry.rel_dim, geometry.extent))
-    yield conv("attn.k_sconv.weight", geometry.kv_size)
-    yield conv("attn.v_sconv.weight", geometry.kv_size)
+    yield conv("attn.k_sconv.weight", geometry.kv_size, kv=True)
+    yield conv("attn.v_sconv.weight", geometry.kv_size, kv=True)
     yield conv("attn_sconv.weight", hidden)
     yield conv("mlp_sconv.weight", hidden)
     yield from _dense(text, names, shard, to) if dense else _moe(text, names, shard, to)

@@ -83,6 +83,19 @@ class AttentionGeometry:
         """Rows of the fused projection: q, k, v, r."""
         return self.q_size, self.kv_size, self.kv_size, self.rel_size
 
+    def copies(self, ranks: int) -> int:
+        """Ranks that hold the same KV heads: with more ranks than heads each head is replicated."""
+        return max(1, ranks // self.kv_heads)
+
+    def rank_kv_heads(self, ranks: int) -> int:
+        """KV heads of one rank."""
+        return self.kv_heads * self.copies(ranks) // ranks
+
+    def split_sizes(self, ranks: int) -> tuple[int, int, int, int]:
+        """As `qkvr_sizes`, of the projection over all ranks: replicated heads count each time."""
+        kv = self.kv_size * self.copies(ranks)
+        return self.q_size, kv, kv, self.rel_size
+
     @property
     def scale(self) -> float:
         """Factor on q.k: one over the head dimension, not over its root."""
@@ -148,7 +161,8 @@ class TextConfig:
     def check_tensor_parallel(self, ranks: int) -> None:
         """Check that every sharded width splits evenly over `ranks`.
 
-        KV heads are not replicated: the convolution state is split with them.
+        With more ranks than KV heads, as many ranks hold each head; the convolution states of the
+        branches are split among all of them, those of keys and values are held with the heads.
 
         Raises:
             ConfigError: one sentence naming the first width that does not split.
@@ -166,12 +180,19 @@ class TextConfig:
             "the dense MLP width": self.dense_width,
             "the expert width": self.expert_width,
         }
+        replicated = ("num_key_value_heads", "swa_num_key_value_heads")
+
+        def splits(name: str, n: int) -> bool:
+            return widths[name] % n == 0 or (name in replicated and n % widths[name] == 0)
+
         for name, width in widths.items():
-            if width % ranks:
-                fits = [n for n in range(1, width + 1) if all(w % n == 0 for w in widths.values())]
+            if not splits(name, ranks):
+                most = min(self.global_heads, self.local_heads)
+                fits = [n for n in range(1, most + 1) if all(splits(other, n) for other in widths)]
+                divide = " or to divide it" if name in replicated else ""
                 raise ConfigError(
-                    f"tensor parallel size {ranks} needs {name} to be a multiple of it; found "
-                    f"{width}; use one of {', '.join(map(str, fits))}"
+                    f"tensor parallel size {ranks} needs {name} to be a multiple of it{divide}; "
+                    f"found {width}; use one of {', '.join(map(str, fits))}"
                 )
 
 

@@ -1,8 +1,7 @@
 """What the ranks of one model settle together before a layer is built, so that all choose alike.
 
-Ranks exchange partial sums inside ops and keep equal copies of the residual, so they need the same
-rows of every table. What one rank refuses, all refuse, with that rank's reason; rows that own
-memory shared between ranks are prepared together and voted on. Nothing here knows the engine.
+They exchange partial sums inside ops and keep equal residuals. What one rank refuses, all refuse,
+with that rank's reason; rows that share memory between ranks are prepared together and voted on.
 """
 
 from __future__ import annotations
@@ -122,9 +121,8 @@ def _check_settings(of_ranks: Sequence[dict[str, Any]]) -> None:
         for name, value in of_ranks[0].items():
             if found[name] != value:
                 raise SelectionError(
-                    f"tensor-parallel ranks need the same settings; rank 0 has {name} {value!r} "
-                    f"and rank {rank} {found[name]!r}; start all with the same options and "
-                    "environment"
+                    f"tensor-parallel ranks need the same {name}; rank 0 has {value!r} and rank "
+                    f"{rank} {found[name]!r}; start all with the same options and environment"
                 )
 
 
@@ -149,40 +147,29 @@ def united(of_ranks: Sequence[Failed]) -> Failed:
 def _choose_together(
     target: Target, facts: Facts, requests: tuple[tuple[str, str], ...], gather: Gather
 ) -> tuple[Decision, ...]:
-    decisions: tuple[Decision, ...] = ()
-    refusal = None
+    refusal, chosen = None, list[Decision]()
     try:
         decisions = choose(target, facts, requests)
+        chosen = [d for d in decisions if d.verdict == "chosen"]
     except SelectionError as error:
-        refusal = str(error)
-    chosen: dict[str, tuple[str, ...]] = {}
-    codes = []
-    for d in decisions:
-        if d.verdict == "chosen":
-            chosen[d.op] = (*chosen.get(d.op, ()), d.provider)
-            codes.append((d.op, d.offer.code))
-    digest = hashlib.sha256(repr(codes).encode()).hexdigest()[:16]
-    votes = gather((refusal, chosen, digest))
+        decisions, refusal = (), str(error)
+    names = [(d.op, d.provider) for d in chosen]
+    digest = hashlib.sha256(repr([d.offer.key for d in chosen]).encode()).hexdigest()[:16]
+    votes = gather((refusal, names, digest))
     for rank, (why, _, _) in enumerate(votes):
         if why is not None:
-            raise SelectionError(why if refusal else f"rank {rank}: {why}")
-    check_ranks_agree([found for _, found, _ in votes])
-    if len({code for _, _, code in votes}) > 1:
-        raise SelectionError(
-            "tensor-parallel ranks need the same kernels; the digests of their choices are "
-            f"{', '.join(code for _, _, code in votes)} in rank order; install one version of "
-            "inkling_portable for all"
-        )
+            raise SelectionError(refusal or f"rank {rank}: {why}")
+    check_choices([(names, digest) for _, names, digest in votes])
     return decisions
 
 
-def check_ranks_agree(chosen: Sequence[dict[str, tuple[str, ...]]]) -> None:
-    """Raise SelectionError unless every rank chose the same providers for every op."""
-    for rank, found in enumerate(chosen):
-        for name, providers in chosen[0].items():
-            if found[name] != providers:
-                raise SelectionError(
-                    f"tensor-parallel ranks need the same provider for {name}; rank 0 chose "
-                    f"{', '.join(providers)} and rank {rank} {', '.join(found[name])}; install the "
-                    "same libraries for both"
-                )
+def check_choices(of_ranks: Sequence[tuple[list[tuple[str, str]], str]]) -> None:
+    """Raise SelectionError unless the (op, provider) pairs and the digests of all ranks agree."""
+    for rank, (names, digest) in enumerate(of_ranks):
+        if (names, digest) != of_ranks[0]:
+            apart = sorted(set(names) ^ set(of_ranks[0][0])) or [("each op", "another kernel")]
+            raise SelectionError(
+                f"tensor-parallel ranks need the same choices; rank 0 (digest {of_ranks[0][1]}) "
+                f"and rank {rank} ({digest}) differ in {', '.join('='.join(p) for p in apart)}; "
+                "install the same libraries for both"
+            )

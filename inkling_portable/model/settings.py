@@ -118,7 +118,7 @@ class Settings:
 
     def per_rank(self, geometry: AttentionGeometry) -> tuple[int, int]:
         """(query heads, KV heads) of one rank."""
-        return geometry.heads // self.tp, geometry.kv_heads // self.tp
+        return geometry.heads // self.tp, geometry.rank_kv_heads(self.tp)
 
 
 def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
@@ -131,6 +131,7 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
     tp = get_tensor_model_parallel_world_size()
     config.text.check_tensor_parallel(tp)
     check_options(vllm_config)
+    _check_adapters(vllm_config, config.text, tp)
     _check_drafts(vllm_config, config)
     _check_cache(vllm_config)
     extra = vllm_config.additional_config
@@ -197,6 +198,16 @@ def _check_drafts(vllm_config: VllmConfig, config: InklingConfig) -> None:
         raise ConfigError(
             f"drafting {asked} tokens in a step needs as many MTP depths; the checkpoint has "
             f"{depths}; set num_speculative_tokens to at most {depths}"
+        )
+
+
+def _check_adapters(vllm_config: VllmConfig, text: TextConfig, tp: int) -> None:
+    """vLLM cuts an adapter's keys and values into as many parts as there are ranks."""
+    heads = min(text.global_kv_heads, text.local_kv_heads)
+    if vllm_config.lora_config is not None and tp > heads:
+        raise ConfigError(
+            f"adapters need no more tensor-parallel ranks than KV heads; found {tp} ranks and "
+            f"{heads} heads; lower --tensor-parallel-size or serve without --enable-lora"
         )
 
 

@@ -109,7 +109,7 @@ def _warm_attention(
     device: torch.device,
 ) -> None:  # fmt: skip
     layer, _ = caches
-    width = sum(layer.geometry.qkvr_sizes) // layer.settings.tp
+    width = sum(layer.geometry.split_sizes(layer.settings.tp)) // layer.settings.tp
     for step in steps_of_attention(bounds):
         qkvr = torch.zeros(step.rows, width, dtype=layer.settings.dtype, device=device)
         positions = torch.zeros(step.rows, dtype=torch.int64, device=device)

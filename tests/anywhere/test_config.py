@@ -484,12 +484,13 @@ def test_layer_kinds_must_be_known_and_complete():
 
 def test_layers_split_evenly_or_not_at_all():
     large, little = (parse(released(name)).text for name in NAMES)
-    for ranks in (1, 2, 4, 8):
+    for ranks in (1, 2, 4, 8, 16):
         large.check_tensor_parallel(ranks)
         little.check_tensor_parallel(ranks)
-    for ranks, named in ((16, "num_key_value_heads"), (3, "num_attention_heads"), (0, "rank")):
+    assert large.attention(5).rank_kv_heads(16) == large.attention(0).rank_kv_heads(16) == 1
+    for ranks, named in ((128, "num_attention_heads"), (3, "num_attention_heads"), (0, "rank")):
         with pytest.raises(ConfigError) as error:
             large.check_tensor_parallel(ranks)
         assert_one_sentence(error, named, ranks)
-    with pytest.raises(ConfigError, match=r"use one of 1, 2, 4, 8$"):
-        little.check_tensor_parallel(16)
+    with pytest.raises(ConfigError, match=r"use one of 1, 2, 4, 8, 16, 32$"):
+        little.check_tensor_parallel(64)

@@ -207,7 +207,7 @@ def test_settings_that_differ_are_named(groups: dict[int, Ranks]) -> None:
     facts = [Facts(tp=4), Facts(tp=4), replace(Facts(tp=4), kv_dtype="fp8"), Facts(tp=4)]
     for error in groups[4].outcomes(vote, [MACHINE], facts):
         assert isinstance(error, SelectionError)
-        assert "rank 0 has kv_dtype 'auto' and rank 2 'fp8'" in str(error)
+        assert "the same kv_dtype; rank 0 has 'auto' and rank 2 'fp8'" in str(error)
 
 
 def test_other_failures_and_formats_stay_what_they_are() -> None:
@@ -220,11 +220,16 @@ def test_other_failures_and_formats_stay_what_they_are() -> None:
 
 
 def test_choices_that_differ_are_refused() -> None:
-    one = {"rms_norm": ("triton",), OP.name: ("lamport", "triton")}
-    voting.check_ranks_agree([one, dict(one)])
-    with pytest.raises(SelectionError, match=r"conv_residual_norm; rank 0 chose lamport, triton "
-                       r"and rank 1 triton"):  # fmt: skip
-        voting.check_ranks_agree([one, {**one, OP.name: ("triton",)}])
+    """By another provider, and, where those agree, by another kernel under its name."""
+    one = [("rms_norm", "triton"), (OP.name, "lamport")]
+    voting.check_choices([(one, "aa"), (list(one), "aa")])
+    apart = (
+        r"rank 1 \(bb\) differ in conv_residual_norm=lamport, conv_residual_norm=triton; install"
+    )
+    with pytest.raises(SelectionError, match=apart):
+        voting.check_choices([(one, "aa"), ([one[0], (OP.name, "triton")], "bb")])
+    with pytest.raises(SelectionError, match="differ in each op=another kernel; install"):
+        voting.check_choices([(one, "aa"), (one, "aa"), (one, "cc")])
 
 
 def leave(rank: int, size: int, victim: int, how: str) -> Any:

@@ -113,17 +113,6 @@ def test_bad_config(spoilt: Path, changes: dict[str, Any], sentence: str) -> Non
     refused(spoilt, sentence)
 
 
-def test_kv_heads_that_do_not_split_over_ranks(
-    checkpoint: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    # vLLM would give each rank a copy of the one global KV head. The ranks are processes, whose
-    # sentences the exception here does not repeat.
-    with pytest.raises(Exception, match="initialization failed"):
-        start(checkpoint, tensor_parallel_size=2)
-    sentence = "tensor parallel size 2 needs num_key_value_heads to be a multiple of it; found 1"
-    assert sentence in capfd.readouterr().out
-
-
 def test_a_cache_type_that_attention_cannot_read(checkpoint: Path) -> None:
     refused(checkpoint, "found --kv-cache-dtype fp8_e5m2; use", kv_cache_dtype="fp8_e5m2")
 

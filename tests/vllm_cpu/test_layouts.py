@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm_cpu.conftest import Engine, Oracle, prompt
+from tests.vllm_cpu.conftest import Engine, Oracle, dense, prompt
 
 
 @pytest.fixture(scope="module")
@@ -30,3 +30,12 @@ def test_two_pipeline_stages(staged: Engine, oracle: Oracle) -> None:
         answer.check(rows[None], slice(n - 1, n), f"next token after {n} tokens")
     for one, tokens in zip(prompts, staged.greedy(prompts, 6), strict=True):
         oracle.assert_greedy(one, tokens)
+
+
+def test_a_prompt_that_comes_again_is_found_on_both_stages(staged: Engine, oracle: Oracle) -> None:
+    ids = prompt(120, seed=5)
+    answer = oracle.answer(ids)
+    for again in range(2):
+        (out,) = staged.generate([ids], max_tokens=1, logprobs=-1)
+        assert (out.num_cached_tokens >= 64) == bool(again)
+        answer.check(dense(out.outputs[0].logprobs), slice(119, 120), f"time {again}")

@@ -19,6 +19,15 @@ gluon = needs(triton=">=3.6,<3.7")
 TRITON = "inkling_portable.backends.triton.rel_attention:rel_attention"
 fork = needs(vllm=">=0.26,<0.34")
 
+LAMPORT = "inkling_portable.backends.triton.lamport:"
+ranks = needs(tp=(2, 4, 8), dtype="bfloat16", triton=">=3.6")
+
+
+def never_ran(target: Target, facts: Facts) -> str | None:
+    """Exact between processes on a CPU, and compiled; of its speed nothing is known."""
+    return "this exchange never ran on GPUs; ask with conv_residual_norm=lamport"
+
+
 OFFERS: tuple[Offer, ...] = (
     # Gluon is young and changes: the versions in which this kernel compiles and was run.
     offer("rel_attention", "gluon", ".rel_attention_hopper:rel_attention", needs(arch="sm90"),
@@ -35,6 +44,13 @@ OFFERS: tuple[Offer, ...] = (
           only_if_asked=True),
     offer("rel_attention", "vllm", ".incumbent:rel_attention", needs(arch=("sm90", "sm100")), fork,
           served, only_if_asked=True),
+    # Steps that are too long for their memory both hand to Triton's row.
+    offer("conv_residual_norm", "lamport", LAMPORT + "conv_residual_norm",
+          needs(arch=("sm90", "sm100", "sm103")), ranks, prepare=LAMPORT + "prepare",
+          only_if_asked=never_ran),
+    offer("conv_residual_norm", "vllm", ".incumbent:conv_residual_norm",
+          needs(arch=("sm90", "sm100"), conv_taps=4), fork, ranks, prepare=".incumbent:prepare",
+          only_if_asked=True, verified="signature only"),
     # Weights that do not fit its chunks of 128 columns, and other dtypes, it hands to Triton's row.
     offer("routed_experts", "mma", ".routed_experts_mma:routed_experts",
           needs(arch=("sm90", "sm100", "sm103", "sm120"), weights=("nvfp4", "mxfp4"),

@@ -1,4 +1,4 @@
-"""vLLM's own NVIDIA kernels, called in place: its relative attention and its FA4 fork.
+"""vLLM's own NVIDIA kernels, called in place: its attention, its FA4 fork and its exchange of rows.
 
 The only file of this folder that imports vLLM, and only inside functions: a table row may name it
 where no vLLM is.
@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from inkling_portable.backends.triton.rel_attention_tuning import power_of_two
+from inkling_portable.backends.triton.short_conv import conv_residual_norm as portable
+from inkling_portable.registry import Facts, Gather
+from inkling_portable.target import Target
 
 # One function in 0.26, since then an object to call under two names: the same arguments.
 KERNELS = ("inkling_fa4_rel_attention", "INKLING_FA4_REL_ATTENTION_KERNEL",
@@ -67,3 +72,54 @@ def rel_attention(
         window_size=(window - 1, 0) if window else (-1, -1), rel_extent=rel.shape[2],
         rel_logits=rel, num_splits=splits, out=out,
     )  # fmt: skip
+
+
+MOST_ROWS = 2048
+"""Rows for which vLLM's exchange gets memory, 75 MB a rank per 1,024; longer steps are Triton's."""
+_exchanges: dict[str, Any] = {}
+
+
+def prepare(target: Target, facts: Facts, group: str, gather: Gather) -> str | None:
+    """Let vLLM map the ranks' memories; all ranks call it. It exchanges in its own TP group."""
+    if group not in _exchanges:
+        tree = import_module("vllm.models.inkling.nvidia.ops.lamport")
+        _exchanges[group] = tree.LamportRSConv(facts.hidden, facts.conv_taps, MOST_ROWS)
+    return None
+
+
+def conv_residual_norm(
+    partial: Tensor, extra: Tensor | None, residual: Tensor, conv_weight: Tensor,
+    norm_weight: Tensor | None, eps: float, state: Tensor, slots: Tensor, sources: Tensor,
+    group: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The contract of the same name, by vLLM's exchange; padding rows keep their residual."""
+    if not group or not 0 < partial.shape[0] <= MOST_ROWS:
+        return portable(partial, extra, residual, conv_weight, norm_weight, eps, state, slots,
+                        sources, group)  # fmt: skip
+    positions, pages = as_positions(slots, sources, state.shape[1])
+    run = _exchanges[group].rs_sconv_ag_add_norm
+    more: dict[str, Tensor] = {}
+    # 0.26 takes one partial sum; a later one adds the second where it publishes.
+    if extra is not None and "shared_tensor" in signature(run).parameters:
+        more["shared_tensor"] = extra
+    elif extra is not None:
+        partial = partial + extra
+    rows = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)
+    normed, summed = run(
+        partial, residual, conv_weight, norm_weight, eps, state.transpose(1, 2), positions, pages,
+        rows, slots, 0, state.shape[3], state.shape[1], **more,
+    )  # fmt: skip
+    return summed[:0] if normed is None else normed, summed
+
+
+def as_positions(slots: Tensor, sources: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Positions [T] int64 and pages [T, 2] int32, a request for each row, in place of sources.
+
+    Earlier taps lie in the row's own block or in one before it. A row with fewer than three of them
+    is that near to its request's start, so its place in the block is its position.
+    """
+    at = torch.where(sources >= 0, slots[sources.clamp_min(0)], -2 - sources)
+    whole = (sources != -1).all(1)
+    own = slots.clamp_min(0) // block
+    before = torch.where(whole, at[:, 0] // block, own)
+    return slots.clamp_min(0) % block + whole * block, torch.stack([before, own], 1).int()

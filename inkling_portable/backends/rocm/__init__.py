@@ -24,6 +24,17 @@ def switched_on(target: Target, facts: Facts) -> str | None:
     return None
 
 
+LAMPORT = "inkling_portable.backends.triton.lamport:"
+
+
+def proved_memory(target: Target, facts: Facts) -> str | None:
+    """What the exchange without barriers stands on; nothing on a machine states it by itself."""
+    if "fine-grained" in target.features:
+        return None
+    return ("needs proof of whole stores, at system scope, into other GPUs' fine-grained memory; "
+            "found none; use conv_residual_norm=triton")  # fmt: skip
+
+
 offer = offers_in(__name__)
 TRITON = "inkling_portable.backends.triton.rel_attention:rel_attention"
 gluon = (needs(arch="gfx950", vllm=">=0.28,<0.34", triton=">=3.6"), switched_on,
@@ -35,6 +46,9 @@ OFFERS: tuple[Offer, ...] = (
           needs(arch=("gfx942", "gfx950"), weights="mxfp4", dtype="bfloat16", lora=False,
                 batch_invariant=False), aiter_a16w4,
           note="W4A16, with a routing table of our own", verified="signature only",
+          only_if_asked=True),
+    offer("conv_residual_norm", "lamport", LAMPORT + "conv_residual_norm", proved_memory,
+          needs(tp=(2, 4, 8), dtype="bfloat16", triton=">=3.6"), prepare=LAMPORT + "prepare",
           only_if_asked=True),
     # vLLM has had its AMD kernels since 0.28.
     offer("rel_attention", "vllm", ".incumbent:rel_attention",

@@ -167,39 +167,13 @@ def load_weight(weight, channel, mask, stride_c, stride_k, tap: tl.constexpr, pa
 
 @triton.jit(do_not_specialize=["rows"])
 def _conv_kernel(
-    partial,
-    extra,
-    residual,
-    conv_weight,
-    norm_weight,
-    normed,
-    summed,
-    state,
-    slots,
-    sources,
-    rows,
-    page,
-    partial_stride,
-    extra_stride,
-    residual_stride,
-    weight_stride_c,
-    weight_stride_k,
-    state_stride_b,
-    state_stride_t,
-    state_stride_g,
-    state_stride_w,
-    eps,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    partial, extra, residual, conv_weight, norm_weight, normed, summed, state, slots, sources, rows,
+    page, partial_stride, extra_stride, residual_stride, weight_stride_c, weight_stride_k,
+    state_stride_b, state_stride_t, state_stride_g, state_stride_w, eps, H: tl.constexpr,
+    W: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PACKED: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Without a residual (a channel shard), `summed` receives the convolution itself."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < H
@@ -321,40 +295,15 @@ def _launch(
     each, block, warps = tiling(rows, width)
     norm_here = norm_weight is not None and each == 1
     _conv_kernel[(ceil_div(rows, each), ceil_div(width, block))](
-        partial,
-        extra,
-        residual,
-        conv_weight.view(torch.int64) if packed else conv_weight,
-        norm_weight,
-        normed,
-        summed,
-        state,
-        slots,
-        sources,
-        rows,
-        state.shape[1],
-        partial.stride(0),
-        0 if extra is None else extra.stride(0),
-        0 if residual is None else residual.stride(0),
-        conv_weight.stride(0),
-        conv_weight.stride(1),
-        state.stride(0),
-        state.stride(1),
-        state.stride(2),
-        state.stride(3),
-        eps,
-        H=width,
-        W=state.shape[3],
-        TAPS=conv_weight.shape[1],
-        BLOCK=block,
-        ROWS=each,
-        PACKED=packed,
-        HAS_EXTRA=extra is not None,
-        HAS_RESIDUAL=residual is not None,
-        HAS_NORM=norm_here,
-        PDL=pdl(),
+        partial, extra, residual, conv_weight.view(torch.int64) if packed else conv_weight,
+        norm_weight, normed, summed, state, slots, sources, rows, state.shape[1], partial.stride(0),
+        0 if extra is None else extra.stride(0), 0 if residual is None else residual.stride(0),
+        conv_weight.stride(0), conv_weight.stride(1), state.stride(0), state.stride(1),
+        state.stride(2), state.stride(3), eps, H=width, W=state.shape[3], TAPS=conv_weight.shape[1],
+        BLOCK=block, ROWS=each, PACKED=packed, HAS_EXTRA=extra is not None,
+        HAS_RESIDUAL=residual is not None, HAS_NORM=norm_here, PDL=pdl(),
         **options(num_warps=warps),
-    )
+    )  # fmt: skip
     if norm_weight is not None and not norm_here:
         add_norm(summed, None, norm_weight, eps, normed, summed, width, width)
     return normed, summed
@@ -392,17 +341,9 @@ def conv_residual_norm(
 
 @triton.jit(do_not_specialize=["rows"])
 def _by_rank_kernel(
-    partial,
-    extra,
-    out,
-    rows,
-    partial_stride,
-    extra_stride,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    partial, extra, out, rows, partial_stride, extra_stride, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_EXTRA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """[T, H] partials, summed -> [ranks, T, CHUNK], the order in which a reduce-scatter cuts."""
     row = tl.program_id(0).to(tl.int64)
     rank = tl.program_id(1).to(tl.int64)
@@ -430,18 +371,10 @@ def _reduce_scatter(partial: Tensor, extra: Tensor | None, ranks: ProcessGroup) 
     if rows:
         block, warps = row_block("conv_residual_norm", chunk)
         _by_rank_kernel[(rows, count)](
-            partial,
-            extra,
-            by_rank,
-            rows,
-            partial.stride(0),
-            0 if extra is None else extra.stride(0),
-            CHUNK=chunk,
-            BLOCK=block,
-            HAS_EXTRA=extra is not None,
-            PDL=pdl(),
-            **options(num_warps=warps),
-        )
+            partial, extra, by_rank, rows, partial.stride(0),
+            0 if extra is None else extra.stride(0), CHUNK=chunk, BLOCK=block,
+            HAS_EXTRA=extra is not None, PDL=pdl(), **options(num_warps=warps),
+        )  # fmt: skip
     out = torch.empty(rows, chunk, dtype=partial.dtype, device=partial.device)
     torch.distributed.reduce_scatter_tensor(out, by_rank, group=ranks)
     return out

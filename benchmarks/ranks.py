@@ -1,0 +1,139 @@
+"""Time the end of a branch over the GPUs of this host: three exchanges beside one another.
+
+    python -m benchmarks.ranks [--ranks 2] [--tokens 1,4,16,64,512] [--hidden 6144]
+                               [--out benchmarks/results/ranks/h200-x2.json]
+
+`lamport` is ours without barriers, `nccl` the portable one (reduce-scatter, convolution, gather,
+add and norm), `vllm` the engine's `LamportRSConv` with its tables made beforehand, if vLLM is
+installed. Microseconds of one call, bfloat16, one partial sum, under graph replay of 60 calls;
+the slowest rank's median counts. What is timed is compared first. The hand-over in
+`backends/triton/lamport.py` is to be set where `nccl` becomes the faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.timing import environment, median_us
+from inkling_portable.backends.cuda import incumbent
+from inkling_portable.backends.triton import lamport
+from inkling_portable.backends.triton.short_conv import conv_residual_norm as portable
+from inkling_portable.registry import Facts
+from inkling_portable.target import Target
+
+CALLS, PAGE = 60, 16
+Call = Callable[[], Any]
+
+
+def arguments(tokens: int, hidden: int, rank: int, ranks: int) -> dict[str, Any]:
+    """Decode rows, each in its own page of the state."""
+    torch.manual_seed(tokens)  # the residual is the same on every rank
+    share = hidden // ranks
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda").bfloat16()
+
+    residual, norm = draw(tokens, hidden), draw(hidden)
+    slots = torch.arange(tokens, device="cuda") * PAGE + 5
+    torch.manual_seed(1000 + rank)
+    return {
+        "partial": draw(tokens, hidden), "extra": None, "residual": residual,
+        "conv_weight": draw(share, 4) * 0.3, "norm_weight": norm, "eps": 1e-6,
+        "state": draw(tokens, PAGE, 1, share), "slots": slots,
+        "sources": -2 - (slots[:, None] - torch.arange(3, 0, -1, device="cuda")),
+    }  # fmt: skip
+
+
+def peers(a: dict[str, Any], group: str, engine: Any) -> dict[str, Call]:
+    """What is timed, by name."""
+    found: dict[str, Call] = {"nccl": partial(portable, **a, group=group)}
+    if a["partial"].shape[0] <= lamport.HAND_OVER:
+        found["lamport"] = partial(lamport.conv_residual_norm, **a, group=group)
+    if engine is not None:
+        positions, pages = incumbent.as_positions(a["slots"], a["sources"], PAGE)
+        rows = torch.arange(len(a["slots"]), dtype=torch.int32, device="cuda")
+        width = a["state"].shape[3]
+        found["vllm"] = partial(
+            engine.rs_sconv_ag_add_norm, a["partial"], a["residual"], a["conv_weight"],
+            a["norm_weight"], a["eps"], a["state"].transpose(1, 2), positions, pages, rows,
+            a["slots"], 0, width, PAGE,
+        )  # fmt: skip
+    return found
+
+
+def engines_exchange(rank: int, ranks: int, hidden: int, most: int) -> Any:
+    """vLLM's exchange in a tensor-parallel group of its own, None where vLLM is not installed."""
+    try:
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.distributed import init_distributed_environment, initialize_model_parallel
+        from vllm.models.inkling.nvidia.ops.lamport import LamportRSConv
+    except ImportError:
+        return None
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(ranks, rank, "env://", rank, "nccl")
+        initialize_model_parallel(ranks)
+        return LamportRSConv(hidden, 4, most)
+
+
+def measure(rank: int, ranks: int, store: str, tokens: list[int], hidden: int, out: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    group = dist.group.WORLD.group_name
+
+    def gather(value: Any) -> list[Any]:
+        found: list[Any] = [None] * ranks
+        dist.all_gather_object(found, value)
+        return found
+
+    refusal = lamport.prepare(Target.detect(), Facts(tp=ranks, hidden=hidden), group, gather)
+    assert refusal is None, refusal
+    engine = engines_exchange(rank, ranks, hidden, max(tokens))
+    rows = []
+    for count in tokens:
+        a = arguments(count, hidden, rank, ranks)
+        wanted = portable(**a, group=group)[1]
+        row: dict[str, Any] = {"tokens": count}
+        for name, call in peers(a, group, engine).items():
+            for _ in range(3):
+                found = call()[1]
+            torch.cuda.synchronize()
+            apart = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
+            assert float(apart) < 2**-6, f"{name} computes something else: {float(apart):.3g}"
+            dist.barrier()
+            row[name] = round(max(gather(median_us([call] * CALLS))), 2)
+        rows.append(row)
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+    if rank == 0 and out:
+        result = {**environment(), "ranks": ranks, "hidden": hidden, "us": rows}
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text(json.dumps(result, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--tokens", default="1,4,16,64,128,256,512")
+    parser.add_argument("--hidden", type=int, default=6144)
+    parser.add_argument("--out", default="")
+    asked = parser.parse_args()
+    tokens = [int(n) for n in asked.tokens.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(
+            measure, (asked.ranks, f"{folder}/store", tokens, asked.hidden, asked.out),
+            nprocs=asked.ranks,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""`vllm serve` lines for each strategy of vLLM's public recipes, one for every node or role."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+
+STRATEGIES = ("single_node_tp", "single_node_tep", "multi_node_tp", "multi_node_tp_dp",
+              "multi_node_dep", "multi_node_tep", "pd_cluster")  # fmt: skip
+CHAT = ("--tokenizer-mode inkling --reasoning-parser inkling --tool-call-parser inkling "
+        "--enable-auto-tool-choice")  # fmt: skip
+# Experts that are spread over data-parallel ranks are exchanged by the engine's layer.
+ENGINE = ("--additional-config", json.dumps({"inkling_portable": {"routed_experts": "engine"}}))
+TRANSFER = ("--kv-transfer-config",
+            json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"}))  # fmt: skip
+SPREAD = "--enable-expert-parallel"
+
+
+def render(strategy: str, model: str, gpus: int, nodes: int, head: str) -> list[list[str]]:
+    """Arguments of every `vllm` process: the first node first; of a cluster, prefill, then decode.
+
+    gpus: of one node; head: address of the first node. Raises ValueError for another strategy.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"no strategy is called {strategy!r}; use one of {', '.join(STRATEGIES)}")
+    base = ["serve", model, *CHAT.split()]
+    spread = [SPREAD] if strategy.endswith("ep") else []
+    if strategy.startswith("single"):
+        return [[*base, "--tensor-parallel-size", str(gpus), *spread]]
+    if strategy == "pd_cluster":
+        tp = ["--tensor-parallel-size", str(gpus), *TRANSFER]
+        return [[*base, *tp, "--port", str(8100 + 100 * role)] for role in range(2)]
+    whole = strategy in ("multi_node_tp", "multi_node_tep")
+    found = []
+    for node in range(nodes):
+        if whole:
+            layout = ["--tensor-parallel-size", str(gpus * nodes), "--nnodes", str(nodes),
+                      "--node-rank", str(node), "--master-addr", head]  # fmt: skip
+        else:
+            each = 1 if strategy == "multi_node_tp_dp" else gpus
+            layout = ["--tensor-parallel-size", str(gpus // each),
+                      "--data-parallel-size", str(each * nodes),
+                      "--data-parallel-size-local", str(each), "--data-parallel-address", head,
+                      "--data-parallel-rpc-port", "13345", *(ENGINE if spread else ())]  # fmt: skip
+            layout += ["--data-parallel-start-rank", str(each * node)] if node else []
+        found.append([*base, *layout, *spread, *(["--headless"] if node else [])])
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """The command `recipe`."""
+    parser = argparse.ArgumentParser(prog="inkling-portable recipe", description=__doc__)
+    parser.add_argument("strategy", choices=STRATEGIES)
+    parser.add_argument("--model", default="thinkingmachines/Inkling-NVFP4")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of one node")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--head", default="node0", help="address of the first node")
+    for line in render(**vars(parser.parse_args(argv))):
+        print("vllm", shlex.join(line))
+    return 0

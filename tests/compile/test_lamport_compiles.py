@@ -1,0 +1,48 @@
+"""The exchange without barriers compiles for the chips that it is offered on, and for AMD's."""
+
+import pytest
+import torch
+
+from ci.cross_compile import Launch, compile_all, recorded
+from inkling_portable.backends.triton._common import launching_for
+from inkling_portable.backends.triton.lamport import Workspace, plan
+from inkling_portable.target import Target
+
+
+def launches_of(chip: str, rows: int, ranks: int) -> list[Launch]:
+    """Launches of one call on the last of `ranks`, hidden size 6144, two partial sums."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    share = 6144 // ranks
+    with launching_for(Target.parse(chip)), recorded() as launches:
+        work = Workspace(
+            meta(ranks, dtype=torch.int64), meta(8, dtype=torch.int32), ranks - 1, ranks, 6144,
+            ptx=chip != "mi300x", trap=chip != "mi300x",
+        )  # fmt: skip
+        wide = meta(rows, 6144)
+        work.run(wide, wide, wide, meta(share, 4), meta(6144), 1e-6, meta(9, 16, 1, share),
+                 meta(rows, dtype=torch.int64), meta(rows, 3, dtype=torch.int64),
+                 *plan(rows, share))  # fmt: skip
+    return launches
+
+
+@pytest.mark.parametrize(("chip", "arch"), [("h200", "sm90"), ("b200", "sm100"),
+                                            ("mi300x", "gfx942")])  # fmt: skip
+def test_one_launch(chip: str, arch: str) -> None:
+    (report,) = compile_all(launches_of(chip, 1, 2), [arch], 1)
+    assert not report.faults()
+    if arch.startswith("sm"):
+        # Words go whole and past the caches in both directions, and a lost rank ends the kernel.
+        assert report.count(r"st\.relaxed\.sys\.global\.b32") and report.count(r"ld\.volatile")
+        assert not report.count(r"st\.volatile") and report.count("trap;")
+
+
+def test_three_launches_of_eight_ranks() -> None:
+    publish, reduce, gather = launches_of("h200", 512, 8)
+    first, second = compile_all([publish, reduce], ["sm90"], 2)
+    assert not first.faults() and not second.faults()
+    # Nobody waits in the launch that publishes: the control word is all that it reads so.
+    assert first.count(r"ld\.volatile") == 1 and not first.count("trap;")
+    assert gather.grid == (512, 1)
