@@ -1,6 +1,7 @@
 """Write docs/numerics.md: `python ci/generate_numerics.py`.
 
-Sources: the contracts, and docs/numerics/agreement.json (`python -m ci.cdna_agreement`).
+Sources: the contracts, docs/numerics/agreement.json (`python -m ci.cdna_agreement`) and aiter.json
+(`python -m ci.aiter_executed`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from inkling_portable.registry import contract, op_names, table
 
 TARGET = Path(__file__).parents[1] / "docs" / "numerics.md"
 AGREEMENT = TARGET.parent / "numerics" / "agreement.json"
+AITER = TARGET.parent / "numerics" / "aiter.json"
 DEVICES = {"cpu": "CPU reference", "gfx942": "gfx942 executed", "gfx950": "gfx950 executed"}
 PAIRS = ("cpu - gfx942", "cpu - gfx950", "gfx942 - gfx950")
 HEAD = """# How far a kernel may be from its contract
@@ -42,7 +44,27 @@ def render() -> str:
         for output, kind in zip(outputs, kinds, strict=True):
             amount = "" if kind.kind == "exact" else f" {kind.amount:g}"
             lines.append(f"| `{name}` | {output} | {kind.kind}{amount} | {kind.why} | {file} |")
-    return HEAD + "\n".join([*lines, *agreement(json.loads(AGREEMENT.read_text()))]) + "\n"
+    lines += agreement(json.loads(AGREEMENT.read_text()))
+    lines += libraries(json.loads(AITER.read_text()))
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def libraries(found: dict[str, Any]) -> list[str]:
+    """What AITER's code computed behind our row."""
+    lines = [
+        "", "## AITER's expert GEMM, executed", "",
+        "By `python -m ci.aiter_executed` from checkouts of AITER: `routed_experts=aiter` as it is "
+        "called when serving, our table of pairs included, on the contract's inputs in MXFP4.", "",
+        "| AITER | chip | Triton | inputs | kernels | beyond the contract |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for version, of in found.items():
+        for chip, result in of["chips"].items():
+            kernels = ", ".join(f"`{name}`" for name in result["kernels"])
+            faults = "; ".join(result["faults"]) or "none"
+            lines.append(f"| {version} | {chip} executed | {of['triton']} | {result['seeds']} | "
+                         f"{kernels} | {faults} |")  # fmt: skip
+    return lines
 
 
 def agreement(found: dict[str, Any]) -> list[str]:

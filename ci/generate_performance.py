@@ -1,6 +1,7 @@
 """Write docs/performance.md and its plots: `python ci/generate_performance.py`.
 
-Sources: benchmarks/results/*.json (timings), docs/performance/*.json (what compilers report).
+Sources: benchmarks/results/*.json (timings), docs/performance/*.json (what compilers report, and
+what executed AMD code is estimated to take).
 Losses are listed first, so that nobody has to look for them.
 """
 
@@ -198,6 +199,36 @@ def modes_section() -> list[str]:
     return lines
 
 
+def estimated() -> list[str]:
+    """What executed AMD code would take at published rates; see `ci.cdna_cost`."""
+    path = FOLDER / "cost-amd.json"
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    chips = {"gfx942": "MI300X", "gfx950": "MI355X"}
+    rates = "; ".join(
+        f"{chips[chip]} {r['units']} units at {r['ghz']} GHz, {r['gbs']} GB/s, a SIMD and cycle "
+        f"{r['flops']} bfloat16 operations and a quarter of an instruction, a unit and cycle "
+        f"{r['lds']} bytes of LDS and {r['cache']} of cache" for chip, r in found["rates"].items()
+    )  # fmt: skip
+    lines = ["", "## Estimated for AMD, not measured", "",
+             f"No AMD GPU has run this. By `{found['command']}`, Triton {found['triton']}: the "
+             "chip's code is executed on a CPU at two short lengths with the tiles of the served "
+             "one; what the inner loop adds is counted and multiplied. Shapes are those of one "
+             "rank of eight. Shown are the microseconds that each resource needs at these rates, "
+             f"with all units equally busy: {rates}. A kernel takes at least the longest (bold): "
+             "latency, launches, bank conflicts and idle units are not in it; memory is what the "
+             "kernel touches, each line once in a launch. It says which resource binds, no more.",
+             "",
+             "| kernel and shape | chip | matrix units | instructions | LDS | cache | memory |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for row in found["rows"]:
+        cells = [f"**{number(us)}**" if name == row["bound"] else number(us)
+                 for name, us in row["us"].items()]  # fmt: skip
+        lines.append(f"| {row['case']} | {chips[row['chip']]} | {' | '.join(cells)} |")
+    return lines
+
+
 def version(report: dict[str, Any]) -> tuple[int, ...]:
     return tuple(int(part) for part in report["triton"].split("+")[0].split("."))
 
@@ -238,6 +269,7 @@ def render() -> dict[Path, str]:
         *sections,
         *modes_section(),
         *launches_section(),
+        *estimated(),
         *compiled(compilers),
     ]
     files[PAGE] = HEAD + "\n".join(body) + "\n"

@@ -154,8 +154,8 @@ class Offer:
     when: str | None = None  # "module:attribute" of a test on host integers; several rows may chain
     only_if_asked: bool | Predicate = False  # a predicate says why it waits to be asked for
     note: str = ""
-    # Or "signature only": calls of a library that no test here can run; or "executed": a test runs
-    # the library's code on the CPU executor of ci/cdna.
+    # Or "signature only": calls of a library that nothing here can run; or "executed": the code of
+    # that library was run by the CPU executor of ci/cdna.
     verified: str = "run"
     # "module:attribute" of what ranks run together before the row may serve them, for rows that own
     # memory shared between ranks: (target, facts, group, gather) -> None or a sentence.

@@ -45,7 +45,7 @@ OFFERS: tuple[Offer, ...] = (
     offer("routed_experts", "aiter", ".routed_experts_aiter:routed_experts",
           needs(arch=("gfx942", "gfx950"), weights="mxfp4", dtype="bfloat16", lora=False,
                 batch_invariant=False), aiter_a16w4,
-          note="W4A16, with a routing table of our own", verified="signature only",
+          note="W4A16, with a routing table of our own", verified="executed",
           only_if_asked=True),
     offer("conv_residual_norm", "lamport", LAMPORT + "conv_residual_norm", proved_memory,
           needs(tp=(2, 4, 8), dtype="bfloat16", triton=">=3.6"), prepare=LAMPORT + "prepare",
