@@ -128,7 +128,8 @@ def shapes(ranks: int) -> list[tuple[int, int, int]]:
 def test_ten_thousand_calls_of_skewed_ranks(ranks: int) -> None:
     """Steps shrink and grow; each rank sleeps on the GPU when it likes."""
     virtual = Virtual(ranks)
-    steps = [(step(r, ranks, 100 * r), p, n) for r, p, n in shapes(ranks)]
+    # Two of each, since stale words of the same numbers would be right.
+    steps = [(step(r, ranks, 100 * r + s), p, n) for r, p, n in shapes(ranks) for s in (0, 5000)]
     for one in steps:
         virtual.compile(*one)
     draw = random.Random(ranks)
