@@ -68,3 +68,23 @@ def test_expert_parallelism_on_a_cpu_is_refused() -> None:
     assert resolve(target, Facts(ep=2)).routed_experts is not None
     with pytest.raises(SelectionError, match="expert map of expert parallelism"):
         resolve(target, Facts(ep=2), {"routed_experts": "engine"})
+
+
+def test_experts_over_data_parallel_ranks_are_the_engines() -> None:
+    """Ours have no exchange of tokens: they refuse by name, before a weight is loaded."""
+    from types import SimpleNamespace
+
+    from inkling_portable.model.config import ConfigError
+    from inkling_portable.model.experts import OwnExperts
+    from inkling_portable.registry import Facts, choose
+    from inkling_portable.target import Target
+
+    spread = Facts(tp=1, ep=16)
+    for machine in ("h200", "mi300x"):
+        target = Target.parse(f"{machine}+triton=3.6.0+vllm=0.33.0")
+        rows = {d.provider: d for d in choose(target, spread) if d.op == "routed_experts"}
+        assert rows["engine"].verdict == "chosen"
+        assert rows["triton"].reason == "experts over data-parallel ranks need vLLM's own layer"
+    settings = SimpleNamespace(facts=spread, text=None, target=Target.parse("cpu"))
+    with pytest.raises(ConfigError, match=r"need ep 1; found 16; ask for routed_experts=engine"):
+        OwnExperts(settings, "bf16", None)

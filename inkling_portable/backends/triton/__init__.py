@@ -26,7 +26,9 @@ def two_ranks(target: Target, facts: Facts) -> str | None:
 
 
 def whole_blocks(target: Target, facts: Facts) -> str | None:
-    """Blocks of 4-bit weights have up to 32 columns, and a rank's share must not cut one."""
+    """Tokens stay on their rank, whose share must not cut a 4-bit block of up to 32 columns."""
+    if facts.ep not in (1, facts.tp):
+        return "experts over data-parallel ranks need vLLM's own layer"
     width = facts.expert_width // facts.tp
     if facts.weights in ("nvfp4", "mxfp4") and (width % 32 or facts.hidden % 32):
         return (f"needs hidden size and expert width per rank in multiples of 32 for "
