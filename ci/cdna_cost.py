@@ -1,6 +1,6 @@
 """What our kernels would cost an MI300X or MI355X at most in throughput, from executed code.
 
-    python -m ci.cdna_cost           writes docs/performance/cost-amd.json, minutes on one core
+    python -m ci.cdna_cost [PART]    writes docs/performance/cost-amd.json, minutes on one core
     python ci/generate_performance.py
 
 Not measured: no AMD GPU has run this. A served shape is too long to execute, so each kernel runs at
@@ -29,7 +29,7 @@ from benchmarks import attention_cases
 from benchmarks.experts import stack, tokens_of
 from ci.cdna import machine, memory
 from ci.cdna.launch import CHIPS, executing
-from inkling_portable.backends.triton import OFFERS
+from inkling_portable.backends.triton import OFFERS, routed_experts
 from inkling_portable.backends.triton.rel_attention import attend
 from inkling_portable.target import Target
 
@@ -189,8 +189,12 @@ def attention(lengths: int, fresh: int, bound: int, window: int = 0) -> Callable
     return run
 
 
-def experts(form: str, tokens: int, width: int = 384) -> Callable[[str, int], Any]:
-    """Routed experts of one rank of eight at a shorter hidden size."""
+def experts(form: str, tokens: int, width: int = 384, vector: bool = False
+            ) -> Callable[[str, int], Any]:  # fmt: skip
+    """Routed experts of one rank of eight at a shorter hidden size; no two tokens share one.
+
+    vector: without matrix units at any number of tokens.
+    """
     function = next(row for row in OFFERS if row.op == "routed_experts").load()
 
     def run(chip: str, hidden: int) -> None:
@@ -199,7 +203,12 @@ def experts(form: str, tokens: int, width: int = 384) -> Callable[[str, int], An
         for name, rows, columns in (("w13", 2 * width, hidden), ("w2", hidden, width)):
             parts = stack(form, rows, columns, "cpu")
             call |= {name: parts[0], f"{name}_scale": parts[1], f"{name}_global": parts[2]}
-        function(**call, **tokens_of(hidden, tokens, 1, "cpu")[0])
+        kept = routed_experts.GEMV_TO
+        routed_experts.GEMV_TO = tokens if vector else kept
+        try:
+            function(**call, **tokens_of(hidden, tokens, 1, "cpu")[0])
+        finally:
+            routed_experts.GEMV_TO = kept
 
     return run
 
@@ -210,6 +219,12 @@ CASES = (
     Case("attention, verify 9 on 64K, global", attention(1, 9, 65536), (2048, 4096), 65536),
     Case("experts, MXFP4, 1 token", experts("mxfp4", 1), (512, 1024), 6144),
     Case("experts, MXFP4, 16 tokens", experts("mxfp4", 16), (512, 1024), 6144),
+    Case(
+        "experts, MXFP4, 16 tokens, without matrix units",
+        experts("mxfp4", 16, vector=True),
+        (512, 1024),
+        6144,
+    ),
     Case("experts, NVFP4, 1 token", experts("nvfp4", 1), (512, 1024), 6144),
     Case("experts, NVFP4, 16 tokens", experts("nvfp4", 16), (512, 1024), 6144),
     Case("experts, BF16, 16 tokens", experts("bf16", 16), (512, 1024), 6144),
@@ -230,15 +245,18 @@ def estimate(case: Case, chip: str) -> dict[str, Any]:
     return {"case": case.name, "chip": chip, "us": us, "bound": bound}
 
 
-def main() -> int:
-    """Write the file."""
+def main(argv: list[str]) -> int:
+    """Write the file; of cases that do not hold the text given, what was written before stays."""
     import triton
 
-    rows = []
+    part = argv[0] if argv else ""
+    kept = json.loads(FILE.read_text())["rows"] if part else []
+    rows: list[dict[str, Any]] = []
     for case in CASES:
         for chip in CHIPS:
-            rows.append(estimate(case, chip))
-            print(rows[-1], file=sys.stderr, flush=True)
+            old = [r for r in kept if (r["case"], r["chip"]) == (case.name, chip)]
+            rows += old if part not in case.name else [estimate(case, chip)]
+            print(rows[-1:], file=sys.stderr, flush=True)
     rates = {chip: asdict(rate) for chip, rate in RATES.items()}
     content = {"command": "python -m ci.cdna_cost", "triton": triton.__version__, "rates": rates,
                "rows": rows}  # fmt: skip
@@ -247,4 +265,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
