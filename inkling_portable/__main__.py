@@ -9,6 +9,7 @@ import pkgutil
 import sys
 
 from inkling_portable import __version__, commands
+from inkling_portable.commands._options import OptionError
 
 
 def available() -> dict[str, str]:
@@ -48,6 +49,12 @@ def main(argv: list[str] | None = None) -> int:
         # Whoever reads, such as `head`, has seen enough; nothing is left to write at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OptionError as error:
+        print(f"inkling-portable {arguments[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"inkling-portable {arguments[0]}: interrupted", file=sys.stderr)
+        return 130
     return status
 
 

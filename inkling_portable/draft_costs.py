@@ -8,6 +8,7 @@ and the head again. Launches are not in it, so measured times are better.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 
 from inkling_portable.commands.fit_memory import BF16, weights_per_gpu
@@ -40,14 +41,16 @@ def table(acceptance: Sequence[float], costs: Sequence[float], unit: str) -> lis
     """Lines for 0 drafts and on, and the option for the best; costs[k] is that of a step with k.
 
     acceptance[i] is the share of steps in which draft i + 1 came true, as vLLM logs it by position.
-    Raises SelectionError for shares that no acceptance by position can be.
+    Raises SelectionError for shares that no acceptance by position can be, and for no such costs.
     """
     bounds = [1.0, *acceptance]
-    if any(not 0 <= b <= a for a, b in zip(bounds, acceptance, strict=False)):
+    if not acceptance or any(not 0 <= b <= a for a, b in zip(bounds, acceptance, strict=False)):
         raise SelectionError(
             "acceptance by position needs shares from 1 down to 0, none above the one before, as "
-            f"vLLM logs them; found {', '.join(map(str, acceptance))}"
+            f"vLLM logs them; found {', '.join(map(str, acceptance)) or 'none'}"
         )
+    if not all(0 < cost < math.inf for cost in costs):
+        raise SelectionError(f"a {unit} needs to be above 0; found {', '.join(map(str, costs))}")
     tokens = [1 + sum(acceptance[:k]) for k in range(min(len(bounds), len(costs)))]
     gains = [n * costs[0] / cost for n, cost in zip(tokens, costs, strict=False)]
     best = gains.index(max(gains))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
+
+from inkling_portable.commands._options import OptionParser, positive
 
 STRATEGIES = ("single_node_tp", "single_node_tep", "multi_node_tp", "multi_node_tp_dp",
               "multi_node_dep", "multi_node_tep", "pd_cluster")  # fmt: skip
@@ -50,11 +51,11 @@ def render(strategy: str, model: str, gpus: int, nodes: int, head: str) -> list[
 
 def main(argv: list[str]) -> int:
     """The command `recipe`."""
-    parser = argparse.ArgumentParser(prog="inkling-portable recipe", description=__doc__)
+    parser = OptionParser(prog="inkling-portable recipe", description=__doc__)
     parser.add_argument("strategy", choices=STRATEGIES)
     parser.add_argument("--model", default="thinkingmachines/Inkling-NVFP4")
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs of one node")
-    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--gpus", type=positive, default=8, help="GPUs of one node")
+    parser.add_argument("--nodes", type=positive, default=2)
     parser.add_argument("--head", default="node0", help="address of the first node")
     for line in render(**vars(parser.parse_args(argv))):
         print("vllm", shlex.join(line))

@@ -20,6 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from inkling_portable.commands._options import OptionParser, positive
 from inkling_portable.commands._server import (
     TINY_ARGUMENTS,
     Server,
@@ -48,13 +49,31 @@ def check(options: argparse.Namespace) -> int:
     A checkpoint's own limit is known here only if it is a folder; else vLLM refuses at its start.
     """
     longest, limits = max(options.contexts) + options.output, []
+    if not options.timeout > 0:
+        raise BenchError(f"--timeout needs seconds above 0; found {options.timeout:g}")
     if any(text.startswith("--max-model-len") for text in options.serve):
         raise BenchError("bench needs --max-model-len before the --; put it there")
     if options.max_model_len:
         limits.append((options.max_model_len, "--max-model-len"))
-    if (config := Path(options.target) / "config.json").is_file():
-        own = parse(json.loads(config.read_text(encoding="utf-8"))).text.max_positions
-        limits.append((own or longest, "the checkpoint's limit"))
+    folder = Path(options.target)
+    if (folder / "config.json").is_file():
+        try:
+            config = parse(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        except json.JSONDecodeError as error:
+            raise BenchError(
+                f"config.json of {folder} is damaged ({error}); download it again"
+            ) from error
+        limits.append((config.text.max_positions or longest, "the checkpoint's limit"))
+        depths = config.mtp.num_depths if config.mtp else 0
+        if max(options.drafts) > depths:
+            raise BenchError(
+                f"--drafts {max(options.drafts)} is more than the {depths} MTP depths of {folder}; "
+                "pass fewer"
+            )
+    elif folder.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", options.target):
+        raise BenchError(
+            f"bench needs a checkpoint folder or a repository's name; {folder} has no config.json"
+        )
     for limit, whose in limits:
         if longest > limit:
             raise BenchError(
@@ -170,6 +189,8 @@ def machine() -> dict[str, Any]:
 def run(options: argparse.Namespace) -> int:
     """All points of all variants; 0 when the plugin was measured at all of them."""
     limit = check(options)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
     report = {**machine(), "serve": [], "points": {}, "notes": []}
     points: dict[str, list[Point]] = {}
     for variant in options.variants:
@@ -179,7 +200,6 @@ def run(options: argparse.Namespace) -> int:
     report["points"] = {name: [p._asdict() for p in found] for name, found in points.items()}
     print(table(points), *report["notes"], sep="\n")
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
         title = f"{Path(options.target).name}, {report['machine']['target']}, {report['date']}"
         (options.out / "bench.json").write_text(json.dumps(report, indent=1) + "\n")
         (options.out / "bench.svg").write_text(plot(points, title), encoding="utf-8")
@@ -187,32 +207,43 @@ def run(options: argparse.Namespace) -> int:
     return 0 if len(points[options.variants[0]]) == wanted else 1
 
 
-def sizes(text: str) -> list[int]:
-    """Whole numbers, "1K,8K,256K" or plain. Raises BenchError for what is none."""
+def sizes(text: str, least: int) -> list[int]:
+    """Whole numbers, "1K,8K,256K" or plain. Raises BenchError for others and below `least`."""
     found = [re.fullmatch(r"(\d+)([kK]?)", part.strip()) for part in str(text).split(",")]
     if None in found:
         raise BenchError(f"bench needs whole numbers such as 64,8K; found {text!r}")
-    return [int(match[1]) * (1024 if match[2] else 1) for match in found if match]
+    numbers = [int(match[1]) * (1024 if match[2] else 1) for match in found if match]
+    if min(numbers) < least:
+        raise BenchError(f"bench needs numbers of at least {least}; found {text!r}")
+    return numbers
 
 
 def main(argv: list[str]) -> int:
     """`inkling-portable bench serve DIR|NAME [--preset launch] [--out DIR] [-- ARGS]`."""
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="inkling-portable bench", description=__doc__,
         epilog="What follows -- goes to both servers.",
     )  # fmt: skip
     option = parser.add_argument
     option("what", choices=["serve"])
     option("target", metavar="DIR|NAME", help="checkpoint folder or repository")
-    option("--max-model-len", type=int, metavar="N", help="of the servers; else what is needed")
+    option(
+        "--max-model-len", type=positive, metavar="N", help="of the servers; else what is needed"
+    )
     option("--preset", choices=["launch"], help="8K in, 1K out, one at once, drafts 0 and 8")
     option("--contexts", metavar="N,...", help=f"prompt tokens ({USUAL['contexts']})")
     option("--concurrency", metavar="N,...", help=f"requests at once ({USUAL['concurrency']})")
     option("--drafts", metavar="N,...", help="MTP depths, 0 for none (0)")
-    option("--output", type=int, metavar="N", help=f"tokens of an answer ({USUAL['output']})")
-    option("--prompts", type=int, metavar="N", help="of a point (four for each at once, 8 or more)")
-    option("--variants", choices=["plugin,off", "plugin", "off"], default="plugin,off")
+    option("--output", type=positive, metavar="N", help=f"tokens of an answer ({USUAL['output']})")
+    option(
+        "--prompts",
+        type=positive,
+        metavar="N",
+        help="of a point (four for each at once, 8 or more)",
+    )
+    option("--variants", choices=["plugin,off", "plugin", "off"], default="plugin,off",
+           metavar="WHICH", help="plugin, off, or plugin,off (default)")  # fmt: skip
     option("--timeout", type=float, default=1800.0, metavar="S", help="of a start")
     option("--out", type=Path, metavar="DIR", help="where bench.json and bench.svg go")
     options = parser.parse_args(argv[:split])
@@ -223,8 +254,8 @@ def main(argv: list[str]) -> int:
         if os.environ.get("INKLING_PORTABLE", "").strip() == "off":
             raise BenchError("bench switches the plugin off by itself; unset INKLING_PORTABLE")
         for name in ("contexts", "concurrency", "drafts"):
-            setattr(options, name, sizes(getattr(options, name)))
+            setattr(options, name, sizes(getattr(options, name), least=int(name != "drafts")))
         return run(options)
-    except (BenchError, ServerError, ConfigError) as error:
+    except (BenchError, ServerError, ConfigError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inkling_portable.commands._options import OptionParser
 from inkling_portable.registry import contract
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class RecordingError(ValueError):
 
 def main(argv: list[str]) -> int:
     """Returns 0 if all shared recordings agree, 1 if not, 2 if the files cannot be compared."""
-    p = argparse.ArgumentParser(prog="inkling-portable compare", description=__doc__)
+    p = OptionParser(prog="inkling-portable compare", description=__doc__)
     p.add_argument("first", type=Path)
     p.add_argument("second", type=Path)
     options = p.parse_args(argv)

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from inkling_portable import __version__
+from inkling_portable.commands._options import OptionParser
 from inkling_portable.conversion import plan as planning
 from inkling_portable.conversion.plan import COPY_BLOCK, Job, Plan, make_plan
 from inkling_portable.conversion.source import ConvertError, Source, Weight, read_source
@@ -265,13 +266,6 @@ class Progress:
 # --- arguments ------------------------------------------------------------------------------------
 
 
-class _OneSentenceParser(argparse.ArgumentParser):
-    """argparse without the usage block and the exit: a refusal is one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see --help")
-
-
 def _layer_set(text: str) -> set[int]:
     chosen: set[int] = set()
     for part in text.split(","):
@@ -285,7 +279,7 @@ def _layer_set(text: str) -> set[int]:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _OneSentenceParser(prog="inkling-portable convert", description=__doc__)
+    parser = OptionParser(prog="inkling-portable convert", description=__doc__)
     parser.add_argument("source", metavar="SRC", type=Path, help="folder of a checkpoint")
     parser.add_argument("target", metavar="DST", type=Path, help="folder to write")
     parser.add_argument("--to", required=True, choices=planning.FORMATS, metavar="FORMAT",

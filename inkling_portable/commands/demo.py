@@ -6,7 +6,6 @@ for the colour of a shape and the note of a tone. Every answer is checked. Then 
 kernels were chosen, measures, and stops. Exits non-zero when any step fails.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from inkling_portable.commands import eval_media, eval_tasks
+from inkling_portable.commands._options import OptionParser, positive
 from inkling_portable.commands._server import (
     SERVE_ARGUMENTS,
     TINY_ARGUMENTS,
@@ -211,13 +211,17 @@ def run(folder: Path, limit_s: float, tokens: int) -> None:
 
 def main(argv: list[str]) -> int:
     """`inkling-portable demo [--keep DIR] [--timeout S] [--tokens N]`."""
-    parser = argparse.ArgumentParser(prog="inkling-portable demo", description=__doc__)
+    parser = OptionParser(prog="inkling-portable demo", description=__doc__)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the log in DIR")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="seconds the start may take"
     )
     parser.add_argument(
-        "--tokens", type=int, default=96, metavar="N", help="length of the answers that are timed"
+        "--tokens",
+        type=positive,
+        default=96,
+        metavar="N",
+        help="length of the answers that are timed",
     )
     options = parser.parse_args(argv)
     try:

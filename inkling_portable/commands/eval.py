@@ -23,6 +23,7 @@ from typing import Any
 
 from inkling_portable.commands import eval_media as media
 from inkling_portable.commands import eval_tasks as tasks
+from inkling_portable.commands._options import OptionParser, positive
 from inkling_portable.commands._server import (
     SERVE_ARGUMENTS,
     TINY_ARGUMENTS,
@@ -337,7 +338,7 @@ def main(argv: list[str]) -> int:
     if "--" in argv:
         split = argv.index("--")
         given, extra = argv[:split], argv[split + 1 :]
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="inkling-portable eval", description=__doc__,
         epilog="What follows -- goes to `vllm serve` when a folder is served.",
     )  # fmt: skip
@@ -350,15 +351,21 @@ def main(argv: list[str]) -> int:
         "--real", action="store_true",
         help="needles up to the context limit and tools, beside what the launch documents state",
     )  # fmt: skip
-    parser.add_argument("--count", type=int, default=17, metavar="N", help="prompts per row")
+    parser.add_argument("--count", type=positive, default=17, metavar="N", help="prompts per row")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="which questions")
-    parser.add_argument("--requests", type=int, default=8, metavar="N", help="requests at once")
-    parser.add_argument("--limit", type=int, metavar="N", help="context limit, if not the server's")
+    parser.add_argument(
+        "--requests", type=positive, default=8, metavar="N", help="requests at once"
+    )
+    parser.add_argument(
+        "--limit", type=positive, metavar="N", help="context limit, if not the server's"
+    )
     parser.add_argument("--model", metavar="NAME", help="model name, if the server has several")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="start, request")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and wrong answers")
     options = parser.parse_args(given)
     options.serve = extra
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json needs a file in a folder that exists; found {options.json}")
     try:
         return run(options)
     except (EvalError, ServerError) as error:

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 
 from inkling_portable import draft_costs, self_test
 from inkling_portable.backends.evidence import MEASURED
+from inkling_portable.commands._options import OptionParser, positive
 from inkling_portable.commands.fit import RELEASED
 from inkling_portable.commands.released_configs import released
 from inkling_portable.model.config import parse
@@ -30,7 +31,7 @@ from inkling_portable.target import Target, TargetError
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    p = argparse.ArgumentParser(prog="inkling-portable explain", description=__doc__)
+    p = OptionParser(prog="inkling-portable explain", description=__doc__)
     p.add_argument(
         "--target",
         metavar="T",
@@ -61,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
                    "share of steps in which each came true, as vLLM logs it")  # fmt: skip
     p.add_argument("--step-ms", metavar="T,...", help="measured steps with 0, 1, ... drafts; else "
                    "their bytes count")  # fmt: skip
-    p.add_argument("--context", type=int, default=8192, metavar="N", help="tokens (for drafts)")
+    p.add_argument(
+        "--context", type=positive, default=8192, metavar="N", help="tokens (for drafts)"
+    )
     p.add_argument("--json", action="store_true", help="machine-readable output")
     p.add_argument(
         "--strict",
@@ -115,6 +118,8 @@ def lines(decisions: tuple[Decision, ...]) -> list[str]:
 
 def drafts_that_pay(options: argparse.Namespace) -> list[str]:
     """The table of `draft_costs` for --acceptance; SelectionError for what is no number."""
+    if options.json:
+        raise SelectionError("--acceptance prints a table for people; leave --json out")
     try:
         lists = [(text or "").split(",") for text in (options.acceptance, options.step_ms)]
         acceptance, measured = ([float(part) for part in parts if part] for parts in lists)
@@ -138,6 +143,8 @@ def main(argv: list[str]) -> int:
         if (text or "").strip() == "off":
             print("INKLING_PORTABLE=off: vLLM's own model serves, and nothing here is chosen")
             return 0
+        if options.step_ms is not None and options.acceptance is None:
+            raise SelectionError("--step-ms says what drafts cost; give --acceptance as well")
         if options.acceptance is not None:
             print("\n".join(drafts_that_pay(options)))
             return 0

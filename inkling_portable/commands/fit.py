@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
+from inkling_portable.commands._options import OptionParser
 from inkling_portable.commands.fit_cache import (
     CachePlan,
     Demand,
@@ -177,16 +179,9 @@ def expert_padding(question: Question) -> int:
 # --- options --------------------------------------------------------------------------------------
 
 
-class Options(argparse.ArgumentParser):
-    """Complains in one sentence instead of printing the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise FitError(f"{message}; see inkling-portable fit --help")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    p = Options(prog="inkling-portable fit", description=__doc__)
+    p = OptionParser(prog="inkling-portable fit", description=__doc__)
     p.add_argument("--model", choices=sorted(RELEASED), default="large")
     p.add_argument("--weights", choices=WEIGHTS, default="bf16")
     p.add_argument("--target", metavar="T", help="as in explain; this machine if left out")
@@ -252,7 +247,7 @@ def question_of(options: argparse.Namespace) -> Question:
 def _memory(target: Target, options: argparse.Namespace) -> int:
     """Bytes that one GPU offers to programs."""
     if options.memory_gib is not None:
-        if options.memory_gib <= 0:
+        if not 0 < options.memory_gib < math.inf:
             raise FitError(f"--memory-gib needs a size above 0; found {options.memory_gib:g}")
         return int(options.memory_gib * GIB)
     if not target.memory_gib:

@@ -12,9 +12,10 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from inkling_portable.commands import tiny_presets, tiny_quant, tiny_tensors
+from inkling_portable.commands._options import OptionParser
 from inkling_portable.commands.tiny_tokenizer import write_tokenizer
 from inkling_portable.model.config import parse
 from inkling_portable.model.quant_layouts import layout as known_layout
@@ -206,9 +207,10 @@ def _write_weights(
 
 
 def _save(path: Path, tensors: dict[str, torch.Tensor]) -> int:
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    save_file(tensors, str(path), metadata={"format": "pt"})
+    # Not save_file: what it writes nobody else may read, and a server may run as another user.
+    path.write_bytes(save(tensors, metadata={"format": "pt"}))
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -216,15 +218,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-class _OneSentenceParser(argparse.ArgumentParser):
-    """argparse without the usage block and the exit: a refusal is one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see --help")
-
-
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _OneSentenceParser(
+    parser = OptionParser(
         prog="inkling-portable tiny",
         description="Write a random but valid Inkling checkpoint in the original naming.",
     )

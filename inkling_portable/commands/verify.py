@@ -17,26 +17,21 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from inkling_portable import code_objects
+from inkling_portable.commands._options import OptionParser, positive
 from inkling_portable.registry import Facts, Offer, SelectionError, op_names, ordered_rows
 from inkling_portable.target import Target
 
 
 def parser(name: str, summary: str | None) -> argparse.ArgumentParser:
     """Options that `verify` and `record` share."""
-    p = argparse.ArgumentParser(prog=f"inkling-portable {name}", description=summary)
+    p = OptionParser(prog=f"inkling-portable {name}", description=summary)
     p.add_argument("ops", nargs="*", metavar="op", help="ops to run; all if none is named")
     p.add_argument("--provider", help="only this provider")
     p.add_argument("--seed", type=int, default=0, help="first seed")
-    p.add_argument("--examples", type=_at_least_one, default=25, help="seeds for each op")
+    p.add_argument("--examples", type=positive, default=25, help="seeds for each op")
     p.add_argument("--device", metavar="D", help="executed:gfx942 or executed:gfx950: the code for "
                    "that chip, executed on this CPU; in a checkout")  # fmt: skip
     return p
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"needs to be 1 or more; found {text}")
-    return int(text)
 
 
 def device_of(target: Target) -> str:

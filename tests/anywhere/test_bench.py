@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from inkling_portable.__main__ import main
 from inkling_portable.commands import _server, bench
 from inkling_portable.commands.bench_shown import Point, plot, table
 
@@ -164,13 +165,17 @@ def test_failed_requests_give_no_figure(stand_in: Any, capsys: pytest.CaptureFix
         ),
         (["--", "--max-model-len", "100"], "needs --max-model-len before the --"),
         (["--contexts", "8M"], "bench needs whole numbers such as 64,8K; found '8M'"),
+        (["--contexts", "64,0"], "at least 1; found '64,0'"),
+        (["--timeout", "nan"], "--timeout needs seconds above 0; found nan"),
+        (["--output", "0"], "--output: needs to be 1 or more; found 0"),
+        (["--prompts", "-1"], "needs to be 1 or more"),
     ],
 )
 def test_refused(
     stand_in: Any, capsys: pytest.CaptureFixture[str], given: list[str], sentence: str
 ) -> None:
     log = stand_in()
-    assert bench.main([*SMALL, "1", *given]) == 2
+    assert main(["bench", *SMALL, "1", *given]) == 2
     assert sentence in capsys.readouterr().err
     assert not log.exists(), "a process was started"
 
@@ -182,8 +187,30 @@ def test_the_checkpoints_limit(
 
     stand_in()
     write_tiny(tmp_path / "model", preset="text", dtype="float32")
-    assert bench.main(["serve", str(tmp_path / "model"), "--contexts", "1K,4096K"]) == 2
+    given = ["serve", str(tmp_path / "model"), "--contexts"]
+    assert bench.main([*given, "1K,4096K"]) == 2
     assert "the checkpoint's limit is" in capsys.readouterr().err
+    assert bench.main([*given, "64", "--drafts", "0,99"]) == 2
+    assert "--drafts 99 is more than the 2 MTP depths" in capsys.readouterr().err
+
+
+def test_no_checkpoint_and_no_place_for_results(
+    stand_in: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All is refused before a server starts; an hour of measuring must not end without its file."""
+    log, file, folder = stand_in(), tmp_path / "file", tmp_path / "folder"
+    file.write_text("")
+    folder.mkdir()
+    for target in (file, folder, tmp_path / "none", "a/b/c"):
+        assert bench.main(["serve", str(target)]) == 2
+        assert "has no config.json" in capsys.readouterr().err
+    (folder / "config.json").write_text("{")
+    assert bench.main(["serve", str(folder)]) == 2
+    assert "is damaged" in capsys.readouterr().err
+    assert not log.exists()
+    assert bench.main([*SMALL, "1", "--out", str(file / "out")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
+    assert all(words[1] == "bench" for words in asked(log)), "a server was started"
 
 
 def test_without_vllms_benchmark(stand_in: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inkling_portable.__main__ import main as command_line
 from inkling_portable.commands import explain
 from inkling_portable.commands.released_configs import released
 from inkling_portable.draft_costs import step_bytes, table
@@ -34,6 +35,26 @@ def test_what_is_not_measured_is_not_recommended() -> None:
 def test_impossible_shares(acceptance: list[float]) -> None:
     with pytest.raises(SelectionError, match="needs shares from 1 down to 0"):
         table(acceptance, [1.0] * 9, "ms")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--acceptance", ""], "found none"),
+        (["--acceptance", "0.5", "--step-ms", "0,0"], "needs to be above 0; found 0.0, 0.0"),
+        (["--acceptance", "0.5", "--step-ms", "4,nan"], "above 0"),
+        (["--acceptance", "0.5", "--step-ms=-4,5"], "above 0"),
+        (["--acceptance", "0.5", "--context", "0"], "needs to be 1 or more"),
+        (["--acceptance", "0.5", "--json"], "leave --json out"),
+        (["--step-ms", "4,5"], "give --acceptance"),
+    ],
+)
+def test_options_that_mean_nothing(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line(["explain", "--target", "h200", *options]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and shown.err.count("\n") == 1 and not shown.out
 
 
 def test_bytes_of_a_step() -> None:

@@ -329,6 +329,8 @@ def test_padded_experts_are_counted() -> None:
         (["--target", "h200", "--gpu-memory-utilization", "1.5"], "needs a part of 1"),
         (["--target", "cpu"], "the memory of cpu is not known; give --memory-gib"),
         (["--target", "cuda:sm90/999", "--memory-gib", "-1"], "above 0"),
+        (["--target", "h200", "--memory-gib", "nan"], "above 0"),
+        (["--target", "h200", "--memory-gib", "inf"], "above 0"),
         (["--target", "h200", "stray"], "unrecognized arguments"),
     ],
 )

@@ -475,6 +475,11 @@ def test_a_bad_argument_is_one_sentence(tmp_path, capsys, arguments, named):
     assert not (tmp_path / "model").exists()
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path):
+    tiny.write_tiny(tmp_path, preset="text", dtype="float32")
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+
+
 def test_a_file_in_the_way_and_an_unknown_override_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError, match="is a file"):
