@@ -174,7 +174,7 @@ def test_hundreds_of_calls_of_dawdling_ranks(groups: dict[int, Ranks], size: int
     assert wholes[1]["slots"].shape[0] > 4 * wholes[0]["slots"].shape[0]
     how = {"wanted": [one_process(whole, None) for whole in wholes], "emptying": 0.002,
            "reading": 0.001}  # fmt: skip
-    assert groups[size].run(many, wholes, 200 if size == 2 else 40, how) == [[]] * size
+    assert groups[size].run(many, wholes, 160 if size == 2 else 24, how) == [[]] * size
 
 
 def test_two_generations_would_not_do(groups: dict[int, Ranks]) -> None:
