@@ -57,6 +57,17 @@ def was_executed(found: str) -> bool:
                for kernels in chips.values() for digests in kernels.values())  # fmt: skip
 
 
+def summary(arch: str) -> str | None:
+    """One line on what CI executed of a chip's code; None where there is none."""
+    counts = {version: sum(map(len, chips[arch].values()))
+              for version, chips in executed_in_ci().items() if arch in chips}  # fmt: skip
+    if not counts:
+        return None
+    shown = ", ".join(f"{count} with Triton {version}" for version, count in counts.items())
+    return (f"code objects for {arch} that CI executed on a CPU: {shown}; on the GPU, "
+            "`inkling-portable verify` tells which of its own are among them")  # fmt: skip
+
+
 @contextmanager
 def launched() -> Iterator[dict[str, str]]:
     """Kernel names by digest of all AMD code that Triton launches in the block."""

@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import asdict, replace
 
-from inkling_portable import draft_costs, self_test
+from inkling_portable import code_objects, draft_costs, self_test
 from inkling_portable.backends.evidence import MEASURED
 from inkling_portable.commands._options import OptionParser, positive
 from inkling_portable.commands.fit import RELEASED
@@ -193,6 +193,8 @@ def main(argv: list[str]) -> int:
         if facts.batch_invariant:
             print("batch-invariant: tiles and sums do not depend on the batch")
         print("\n".join(lines(decisions)))
+        if target.vendor == "rocm" and (executed := code_objects.summary(target.arch)):
+            print(executed)
         if outcome is not None and (outcome.off or outcome.agreed or outcome.unknown):
             print(outcome)
         for warning in warnings:
