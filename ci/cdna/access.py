@@ -61,7 +61,7 @@ def _checked(m: Machine, act: Any, *arguments: Any) -> Any:
 
 def _owners(m: Machine, lanes: Array) -> tuple[Array, Array]:
     """(workgroup of this machine, wave) of each active lane."""
-    waves = np.broadcast_to(m.wave_numbers()[:, None], lanes.shape)[lanes]
+    waves = np.broadcast_to(np.arange(len(m.group))[m.waves, None], lanes.shape)[lanes]
     return m.group[waves], waves
 
 
@@ -137,19 +137,13 @@ def _load_to_lds(m: Machine, i: Instruction, width: int) -> None:
     _checked(m, m.lds.write, groups, waves, place[active], data[active], m.vm.issued[waves])
 
 
-for _space in ("buffer", "global", "flat"):
-    for _size in _BYTES:
-        if _size != "byte":
-            HANDLERS[f"{_space}_load_{_size}"] = _transfer
-        if not _size.startswith(("u", "s")) or _size == "short":
-            HANDLERS[f"{_space}_store_{_size}"] = _transfer
-    for _size in ("ubyte", "sbyte", "short"):
-        for _half in ("_d16", "_d16_hi"):
-            HANDLERS[f"{_space}_load_{_size}{_half}"] = _transfer
-    for _size in ("byte", "short"):
-        HANDLERS[f"{_space}_store_{_size}_d16_hi"] = _transfer
-for _size in ("dword", "dwordx3", "dwordx4"):
-    HANDLERS[f"global_load_lds_{_size}"] = _transfer
+_LOADS = ("ubyte sbyte ushort sshort dword dwordx2 dwordx3 dwordx4 ubyte_d16 ubyte_d16_hi "
+          "sbyte_d16 sbyte_d16_hi short_d16 short_d16_hi")  # fmt: skip
+_STORES = "byte short dword dwordx2 dwordx3 dwordx4 byte_d16_hi short_d16_hi"
+for _kind, _sizes in (("load", _LOADS), ("store", _STORES)):
+    for _space in ("buffer", "global", "flat"):
+        HANDLERS |= {f"{_space}_{_kind}_{size}": _transfer for size in _sizes.split()}
+HANDLERS |= {f"global_load_lds_{size}": _transfer for size in ("dword", "dwordx3", "dwordx4")}
 
 
 @handles("buffer_atomic_add", "global_atomic_add", "buffer_atomic_add_f32", "global_atomic_add_f32")
@@ -216,19 +210,12 @@ def _local(m: Machine, i: Instruction) -> None:
     _receive(m, to, np.concatenate(results, axis=-1), m.ds)
 
 
-for _size in _DS_BYTES:
-    if (_size[0] == "b" and _size not in ("b8", "b16")) or _size[0] != "b":
-        HANDLERS[f"ds_read_{_size}"] = _local
-    if _size[0] == "b":
-        HANDLERS[f"ds_write_{_size}"] = _local
-for _size in ("u8_d16", "u8_d16_hi", "i8_d16", "i8_d16_hi", "u16_d16", "u16_d16_hi"):
-    HANDLERS[f"ds_read_{_size}"] = _local
-for _size in ("b8_d16_hi", "b16_d16_hi"):
-    HANDLERS[f"ds_write_{_size}"] = _local
-for _pair in ("2", "2st64"):
-    for _size in ("b32", "b64"):
-        HANDLERS[f"ds_read{_pair}_{_size}"] = _local
-        HANDLERS[f"ds_write{_pair}_{_size}"] = _local
+_READS = "u8 i8 u16 i16 b32 b64 b96 b128 u8_d16 u8_d16_hi i8_d16 i8_d16_hi u16_d16 u16_d16_hi"
+_WRITES = "b8 b16 b32 b64 b96 b128 b8_d16_hi b16_d16_hi"
+for _kind, _sizes in (("read", _READS), ("write", _WRITES)):
+    HANDLERS |= {f"ds_{_kind}_{size}": _local for size in _sizes.split()}
+    HANDLERS |= {f"ds_{_kind}{pair}_{size}": _local for pair in ("2", "2st64")
+                 for size in ("b32", "b64")}  # fmt: skip
 
 
 @handles("ds_add_u32")

@@ -117,7 +117,7 @@ FP8 = {"gfx942": _table(4, 3, 8, "fnuz"), "gfx950": _table(4, 3, 7, "ocp")}
 BF8 = {"gfx942": _table(5, 2, 16, "fnuz"), "gfx950": _table(5, 2, 15, "ieee")}
 
 
-def encode8(x: Array, table: Array, saturate: Array) -> Array:
+def encode8(x: Array, table: Array, saturate: Any) -> Array:
     """float32 to the codes of an 8-bit format (its table of 256 values), nearest even.
 
     Beyond the largest finite value: that value where `saturate`, else NaN (infinity if it has one).

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 CHIPS = {"gfx942": "mi300x", "gfx950": "mi355x"}
 LDS_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10}
-# Waves held at a time: their registers are a few MiB, and numpy's overhead is shared by them.
-_WAVES = 64
+# Waves held at a time: their registers are 40 MiB, and numpy's overhead is shared by them.
+_WAVES = 256
 _FORMATS = {"i1": "<b", "i8": "<b", "u8": "<B", "i16": "<h", "u16": "<H", "i32": "<i", "u32": "<I",
             "i64": "<q", "u64": "<Q", "fp32": "<f", "fp64": "<d"}  # fmt: skip
 
@@ -59,12 +59,19 @@ def run_program(
 ) -> Counter[str]:  # fmt: skip
     """Run all workgroups of `grid`; `arguments` is the kernarg segment's first bytes.
 
-    memory must have been made with the kernarg segment as its last buffer (see `with_arguments`).
+    memory must have been made with the kernarg segment as its last buffer.
     Returns the executed instructions, counted once for each set of waves that ran them together.
     """
     if chip not in LDS_BYTES or lds > LDS_BYTES[chip]:
         raise CodeError(f"needs gfx942 or gfx950 and at most {LDS_BYTES.get(chip, 0)} bytes of "
                         f"LDS; found {chip} and {lds}")  # fmt: skip
+    if code.target not in ("", chip):
+        raise CodeError(f"needs code for {chip}; found code for {code.target}")
+    if len(arguments) < code.kernarg_bytes or memory.sizes[-1] < code.kernarg_bytes:
+        raise CodeError(f"needs {code.kernarg_bytes} bytes of arguments, in the last buffer too; "
+                        f"found {len(arguments)} and {memory.sizes[-1]}")  # fmt: skip
+    if not 0 < waves <= 16 or not all(n > 0 for n in grid):
+        raise CodeError(f"needs 1 to 16 waves and a grid without zeros; found {waves}, {grid}")
     for key in ("denorm_mode_32", "denorm_mode_16_64"):
         if code.directives.get("float_" + key, 3) != 3:
             raise CodeError(f"needs float_{key} 3; found {code.directives['float_' + key]}")
@@ -136,11 +143,10 @@ def run_launch(launch: Launch, chip: str, executed: Executed | None = None) -> N
     work = job(launch, chip)
     report = compile_job(work)
     code = _program(report.assembly)
-    storages: dict[int, Any] = {}
-    for value in launch.args:
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            storages.setdefault(storage.data_ptr(), storage)
+    tensors = [value for value in launch.args if isinstance(value, torch.Tensor)]
+    if any(value.device.type != "cpu" for value in tensors):
+        raise CodeError("needs tensors in the CPU's memory; found others, so pass .cpu() copies")
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage() for value in tensors}
     views = {
         place: torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         for place, storage in storages.items()
@@ -148,12 +154,12 @@ def run_launch(launch: Launch, chip: str, executed: Executed | None = None) -> N
     order = list(views)
     kernarg = np.zeros(max(code.kernarg_bytes, 1), np.uint8)
     memory = Memory([*(views[place] for place in order), kernarg])
-    slots = iter(code.arguments)
+    given = [one for one in zip(launch.args, work.signature, strict=True)
+             if one[1][1] != "constexpr"]  # fmt: skip
+    if len(given) > len(code.arguments):
+        raise CodeError(f"needs {len(code.arguments)} arguments; found {len(given)}")
     content = bytearray(len(kernarg))
-    for value, (name, kind) in zip(launch.args, work.signature, strict=True):
-        if kind == "constexpr":
-            continue
-        offset, size, _ = next(slots)
+    for (value, (name, kind)), (offset, size, _) in zip(given, code.arguments, strict=False):
         if kind.startswith("*"):
             storage = value.untyped_storage().data_ptr()
             place = memory.address(order.index(storage)) + value.data_ptr() - storage
@@ -163,7 +169,7 @@ def run_launch(launch: Launch, chip: str, executed: Executed | None = None) -> N
         else:
             raise CodeError(f"argument {name} of type {kind} in {size} bytes is not supported")
     known = _hidden(launch.grid, report.warps)
-    for offset, size, kind in slots:
+    for offset, size, kind in code.arguments[len(given) :]:
         if kind in known:
             content[offset : offset + size] = known[kind].to_bytes(size, "little")
         else:  # reading it is a fault

@@ -9,98 +9,107 @@ import numpy as np
 from ci.cdna.parse import CodeError
 
 Array = np.ndarray[Any, Any]
-_NOBODY, _SEVERAL = -1, -2
+_NEVER = -1
 
 
 class Lds:
-    """bytes [G, size]. Two accesses by different waves, one a write, need a barrier between.
+    """bytes [G * size]. Two accesses by different waves, one a write, need a barrier between.
 
-    Who touched what is kept for each two bytes.
+    For each `granule` bytes, the fewest that the program writes at once, the last write and the
+    last read are kept as the number of barriers before it times `waves`, plus the wave; of several
+    waves that read since a barrier only that there are several (the number `waves` - 1).
     """
 
-    def __init__(self, groups: int, size: int) -> None:
-        self.size = size
-        stored = max(4, -(-size // 4) * 4)
+    def __init__(self, groups: int, size: int, waves: int, granule: int) -> None:
+        self.size, self.stride, self.granule = size, max(4, -(-size // 4) * 4), granule
+        self.waves = waves + 1
         self.epoch = np.zeros(groups, np.int32)
-        self.bytes = np.zeros((groups, stored), np.uint8)
-        self.known = np.zeros((groups, stored), bool)
-        self.writer, self.written, self.reader, self.read_in = (
-            np.full((groups, stored // 2), _NOBODY, np.int32) for _ in range(4)
+        self.bytes = np.zeros(groups * self.stride, np.uint8)
+        self.written, self.read_by = (
+            np.full(len(self.bytes) // granule, _NEVER, np.int32) for _ in range(2)
         )
         # Direct loads from global memory: the writer's ticket until it has waited for it.
-        self.ticket = np.zeros((groups, stored // 2), np.int32)
+        self.ticket = np.zeros(len(self.written), np.int32)
+        self.direct = False
 
-    def _index(
-        self, groups: Array, offsets: Array, width: int, what: str
-    ) -> tuple[Any, tuple[Array, Array], tuple[Array, Array]]:
-        """(unit type of an access, indices of its units, indices of its pairs of bytes)."""
+    def _index(self, groups: Array, offsets: Array, width: int, what: str
+               ) -> tuple[Any, Array, Array]:  # fmt: skip
+        """(unit type of an access, indices of its units, indices of its granules)."""
         if ((offsets < 0) | (offsets + width > self.size)).any():
             raise CodeError(f"{what} LDS outside its {self.size} bytes, at {int(offsets.max())}")
         unit = min(width, 4)
         if (offsets % unit).any():
             raise CodeError(f"{what} {width} bytes of LDS at an address that is not aligned")
-        group, start = groups[:, None], offsets[:, None]
-        kind = {1: np.uint8, 2: np.uint16, 4: np.uint32}[unit]
+        start = (groups * self.stride + offsets)[:, None]
         units = start // unit + np.arange(width // unit)
-        return kind, (group, units), (group, start // 2 + np.arange(max(1, width // 2)))
+        granules = units
+        if self.granule != unit:
+            granules = start // self.granule + np.arange(max(1, width // self.granule))
+        return {1: np.uint8, 2: np.uint16, 4: np.uint32}[unit], units, granules
 
-    def _conflict(self, pairs: tuple[Array, Array], waves: Array, read_too: bool) -> Array:
-        """Where another wave wrote (or read) since the last barrier."""
-        now = self.epoch[pairs[0]]
-        found = (self.writer[pairs] != waves[:, None]) & (self.written[pairs] == now)
-        if read_too:
-            found |= (self.reader[pairs] != waves[:, None]) & (self.read_in[pairs] == now)
-        return found
+    def _now(self, groups: Array, waves: Array) -> tuple[Array, Array]:
+        """The least mark since the last barrier, and this wave's, each [k, 1]."""
+        since = self.epoch[groups] * self.waves
+        return since[:, None], (since + waves)[:, None].astype(np.int32)
 
-    def _mark_read(self, pairs: tuple[Array, Array], waves: Array) -> None:
-        now = self.epoch[pairs[0]]
-        same = (self.read_in[pairs] != now) | (self.reader[pairs] == waves[:, None])
-        self.reader[pairs] = np.where(same, waves[:, None], _SEVERAL)
-        self.read_in[pairs] = now
+    def _other_wrote(self, granules: Array, since: Array, mine: Array, what: str) -> None:
+        wrote = self.written[granules]
+        if (wrote == _NEVER).any():
+            raise CodeError(f"{what} LDS that was never written")
+        other = (wrote >= since) & (wrote != mine)
+        if other.any():
+            place = int(granules[other][0]) * self.granule % self.stride
+            raise CodeError(f"{what} LDS byte {place} that another wave wrote since the last "
+                            "barrier")  # fmt: skip
+
+    def _mark_read(self, granules: Array, since: Array, mine: Array) -> None:
+        before = self.read_by[granules]
+        alone = (before < since) | (before == mine)
+        self.read_by[granules] = np.where(alone, mine, since + self.waves - 1)
 
     def read(self, groups: Array, waves: Array, offsets: Array, width: int, done: Array) -> Array:
         """uint8 [k, width]; `done` [W] is how many vector memory operations waves waited for."""
-        kind, units, pairs = self._index(groups, offsets, width, "reads")
-        known = {1: bool, 2: np.uint16, 4: np.uint32}[min(width, 4)]
-        if (self.known.view(known)[units] != int.from_bytes(b"\1" * min(width, 4), "little")).any():
-            raise CodeError("reads LDS that was never written")
-        other = self._conflict(pairs, waves, False)
-        if other.any():
-            raise CodeError(f"reads LDS byte {2 * int(pairs[1][other][0])} that another wave wrote "
-                            "since the last barrier")  # fmt: skip
-        ticket = self.ticket[pairs]
-        if ticket.any() and (ticket > done[np.maximum(self.writer[pairs], 0)]).any():
-            raise CodeError("reads LDS that is still being loaded from global memory")
-        self._mark_read(pairs, waves)
-        return np.ascontiguousarray(self.bytes.view(kind)[units]).view(np.uint8)
+        kind, units, granules = self._index(groups, offsets, width, "reads")
+        since, mine = self._now(groups, waves)
+        self._other_wrote(granules, since, mine, "reads")
+        if self.direct:
+            ticket = self.ticket[granules]
+            if (ticket > done[self.written[granules] % self.waves]).any():
+                raise CodeError("reads LDS that is still being loaded from global memory")
+        self._mark_read(granules, since, mine)
+        return self.bytes.view(kind)[units].view(np.uint8)
 
     def write(self, groups: Array, waves: Array, offsets: Array, data: Array,
               ticket: Array | None = None) -> None:  # fmt: skip
         """uint8 [k, width] of lanes [k]; `ticket` [k] is that of a direct load."""
-        kind, units, pairs = self._index(groups, offsets, data.shape[1], "writes")
+        kind, units, granules = self._index(groups, offsets, data.shape[1], "writes")
+        since, mine = self._now(groups, waves)
         now, content = self.bytes.view(kind), np.ascontiguousarray(data).view(kind)
-        each = max(1, content.itemsize // 2)
-        other = self._conflict(pairs, waves, True)
-        if other.any():
-            # Triton lets waves that hold copies of a value all store it: that decides nothing.
-            changes = (now[units] != content).repeat(each, 1)
-            if (other & (changes | ~self.known[pairs[0], 2 * pairs[1]])).any():
-                raise CodeError("writes LDS that another wave touched since the last barrier")
-        self.writer[pairs], self.written[pairs] = waves[:, None], self.epoch[pairs[0]]
+        each = max(1, content.itemsize // self.granule)
+        wrote, read = self.written[granules], self.read_by[granules]
+        other = ((wrote >= since) & (wrote != mine)) | ((read >= since) & (read != mine))
+        # Triton lets waves that hold copies of a value all store it: that decides nothing.
+        if (
+            other.any()
+            and (other & ((now[units] != content).repeat(each, 1) | (wrote == _NEVER))).any()
+        ):
+            raise CodeError("writes LDS that another wave touched since the last barrier")
+        self.written[granules] = mine
         # Waves of one instruction write together: what is not there afterwards was overwritten.
         now[units] = content
-        lost = (now[units] != content).repeat(each, 1)
-        if (lost & (self.writer[pairs] != waves[:, None])).any():
+        lost = now[units] != content
+        if lost.any() and (lost.repeat(each, 1) & (self.written[granules] != mine)).any():
             raise CodeError("two waves write different values to one LDS byte without a barrier")
-        self.ticket[pairs] = 0 if ticket is None else ticket[:, None]
-        self.known[units[0], offsets[:, None] + np.arange(data.shape[1])] = True
+        if ticket is not None:
+            self.direct = True
+            self.ticket[granules] = ticket[:, None]
+        elif self.direct:
+            self.ticket[granules] = 0
 
     def add(self, groups: Array, waves: Array, offsets: Array, values: Array) -> None:
         """Atomic 32-bit additions of uint32 [k]."""
-        kind, units, pairs = self._index(groups, offsets, 4, "adds to")
-        if not self.known[groups, offsets].all():
-            raise CodeError("adds to LDS that was never written")
-        if self._conflict(pairs, waves, False).any():
-            raise CodeError("adds to LDS that another wave wrote since the last barrier")
-        np.add.at(self.bytes.view(kind), (groups, units[1][:, 0]), values)
-        self._mark_read(pairs, waves)
+        kind, units, granules = self._index(groups, offsets, 4, "adds to")
+        since, mine = self._now(groups, waves)
+        self._other_wrote(granules, since, mine, "adds to")
+        np.add.at(self.bytes.view(kind), units[:, 0], values)
+        self._mark_read(granules, since, mine)

@@ -74,7 +74,9 @@ class Machine:
         # Number within this machine; that of the launch is `first_group` more.
         self.group = np.repeat(np.arange(groups), waves_of_group)
         self.first_group = first_group
-        self.lds = Lds(groups, lds_bytes)
+        names = {one.name for one in program.instructions}
+        narrow = next((n for n in (1, 2) if any(f"ds_write_b{8 * n}" in x for x in names)), 4)
+        self.lds = Lds(groups, lds_bytes, waves, narrow)
         # LDS operations and scalar loads share lgkmcnt, and scalar loads return in any order.
         self.vm, self.ds = Counters(waves), Counters(waves)
         self.sm = Counters(waves, in_order=False)
@@ -173,10 +175,6 @@ class Machine:
             self.count = int(chosen.sum())
             self.waves = slice(None) if chosen.all() else np.flatnonzero(chosen)
             self._mask = None
-
-    def wave_numbers(self) -> Array:
-        """Indices of the selected waves."""
-        return np.arange(self.s.shape[1])[self.waves]
 
     def fault(self, what: str) -> CodeError:
         """A fault of the current instruction, with its line and text."""

@@ -110,7 +110,7 @@ def _mixed(m: Machine, i: Instruction) -> None:
         m.put_half(to, bits, i.name == "v_fma_mixhi_f16")
 
 
-_MATRIX = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_(bf16|f16|f32|xf32)(_1k)?$")
+_MATRIX = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_(bf16|f16|f32|xf32)$")
 _EVERY = np.ones((1, 64), bool)
 
 
@@ -162,7 +162,7 @@ def _matrix(m: Machine, i: Instruction) -> None:
 
 
 for _shape in ("16x16x16", "32x32x8", "16x16x32", "32x32x16"):
-    for _kind in ("bf16", "f16", "bf16_1k"):
+    for _kind in ("bf16", "f16"):
         HANDLERS[f"v_mfma_f32_{_shape}_{_kind}"] = _matrix
 for _shape in ("16x16x8", "32x32x4"):
     HANDLERS[f"v_mfma_f32_{_shape}_xf32"] = _matrix

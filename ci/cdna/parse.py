@@ -67,6 +67,7 @@ class Program:
     directives: dict[str, int]
     arguments: list[tuple[int, int, str]] = field(default_factory=list)  # offset, bytes, kind
     kernarg_bytes: int = 0
+    target: str = ""  # the chip, where the text names one
 
 
 def operand(text: str) -> Operand:
@@ -141,11 +142,12 @@ def _is_modifier(word: str) -> bool:
     return (":" in word and "[" not in word.partition(":")[0]) or word in _FLAGS
 
 
-def program(text: str, kernel: str = "") -> Program:
-    """The (only, or named) kernel of an assembly file as Triton's `asm["amdgcn"]` holds it."""
+def program(text: str) -> Program:
+    """The only kernel of an assembly file as Triton's `asm["amdgcn"]` holds it."""
     if text.count(".amdhsa_kernel ") != 1:
         raise CodeError(f"needs assembly of one kernel; found {text.count('.amdhsa_kernel ')}")
-    found = Program([], {}, {})
+    target = re.search(r"\.amdgcn_target \"\S*-(gfx\w+)", text)
+    found = Program([], {}, {}, target=target[1] if target else "")
     inside = True
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.split(";")[0].split("//")[0].replace("\t", " ").strip()

@@ -35,6 +35,10 @@ def _shifted_sum(shift: int) -> tuple[str, Callable[..., Array], Any]:
     )
 
 
+def _half(x: Array, which: str) -> Array:
+    return x >> np.uint32(16) if which == "h" else x & np.uint32(0xFFFF)
+
+
 # name: (types of result and sources, function, SCC). SCC stays where None, and is whether the
 # result is not zero where True.
 _TABLE: dict[str, tuple[str, Callable[..., Array], Any]] = {
@@ -81,6 +85,12 @@ _TABLE: dict[str, tuple[str, Callable[..., Array], Any]] = {
     "s_ashr_i64": ("u64 i64 u32", lambda a, b: a >> signed64(b & 63), True),
     "s_bfe_u32": ("u32 u32 u32", lambda a, b: integers.bit_field(a, b & 31, b >> 16 & 127), True),
     "s_bfe_i32": ("u32 i32 u32", lambda a, b: integers.bit_field(a, b & 31, b >> 16 & 127), True),
+    **{
+        f"s_pack_{x}{y}_b32_b16": (
+            "u32 u32 u32", lambda a, b, x=x, y=y: _half(a, x) | _half(b, y) << np.uint32(16), None
+        )
+        for x, y in ("ll", "lh", "hh")
+    },
     **{f"s_lshl{shift}_add_u32": _shifted_sum(shift) for shift in (1, 2, 3, 4)},
 }  # fmt: skip
 _RELATIONS: dict[str, Callable[[Array, Array], Array]] = {

@@ -158,10 +158,6 @@ def _sqrt_inverse(x: Array) -> Array:
     return np.where(x == 0, np.copysign(np.inf, x), 1 / np.sqrt(x))
 
 
-def _ldexp(x: Array, n: Array) -> Array:
-    return np.ldexp(x.astype(np.float64), np.clip(n, -400, 400)).astype(np.float32)
-
-
 def _fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
     """The special cases of a division that fma steps get wrong."""
     q, d, n = np.broadcast_arrays(quotient, denominator, numerator)
@@ -219,7 +215,8 @@ _BY_TYPES: dict[str, dict[str, Callable[..., Array]]] = {
         "v_add_f32": np.add, "v_sub_f32": np.subtract, "v_subrev_f32": lambda a, b: b - a,
         "v_mul_f32": np.multiply, "v_max_f32": _greatest, "v_min_f32": _least,
     },
-    "f32 f32 i32": {"v_ldexp_f32": _ldexp},
+    "f32 f32 i32": {"v_ldexp_f32": lambda a, b: np.ldexp(
+        a.astype(np.float64), np.clip(b, -400, 400)).astype(np.float32)},
     "f32 f32 f32 +": {"v_fmac_f32": floats.fma32},
     "f32 f32 f32 f32": {
         **dict.fromkeys(("v_fma_f32", "v_fmaak_f32", "v_fmamk_f32"), floats.fma32),
@@ -402,9 +399,10 @@ def _wide_product(m: Machine, i: Instruction) -> None:
         c = integers.joined(c, m.vector(third.index + 1))
     product = (signed64(a) * b).view(np.uint64) if signed else unsigned64(a) * b
     total = product + c
-    # Signed overflow: both of one sign and the sum of the other.
-    sign = np.uint64(63)
-    over = ((product ^ total) & (c ^ total)) >> sign == 1 if signed else total < product
+    # Bit 64 of the sum: of signed numbers its true sign, the other one where 64 bits overflow.
+    over = total < product
+    if signed:
+        over = (total ^ ((product ^ total) & (c ^ total))) >> np.uint64(63) == 1
     of_both, m.unknown = m.unknown, None  # the carry is not looked at where that matters
     m.put_lane_bits(i.operands[1].index, over & m.mask)
     for word, unknown, value in ((0, of_low, low(total)), (1, of_both, integers.high(total))):

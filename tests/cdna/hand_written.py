@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 from triton.backends.amd.compiler import assemble_amdgcn
@@ -10,6 +11,21 @@ from triton.backends.amd.compiler import assemble_amdgcn
 from ci.cdna.launch import run_program
 from ci.cdna.memory import Memory
 from ci.cdna.parse import program
+
+Test = TypeVar("Test", bound=Callable[..., None])
+TESTED: dict[str, str] = {}
+"""Names of instructions and the test that is theirs."""
+
+
+def of(*names: str) -> Callable[[Test], Test]:
+    """Mark a test as the one of these instructions."""
+
+    def mark(test: Test) -> Test:
+        TESTED.update(dict.fromkeys(names, test.__name__))
+        return test
+
+    return mark
+
 
 _FRAME = """
 .text
@@ -24,7 +40,7 @@ s_endpgm
 .amdhsa_kernel k
 .amdhsa_user_sgpr_kernarg_segment_ptr 1
 .amdhsa_user_sgpr_count 2
-.amdhsa_group_segment_fixed_size 1024
+.amdhsa_group_segment_fixed_size {lds}
 .amdhsa_next_free_vgpr 128
 .amdhsa_next_free_sgpr 64
 .amdhsa_accum_offset 128
@@ -42,16 +58,16 @@ s_waitcnt lgkmcnt(0)
 
 def execute(
     body: str, data: np.ndarray[Any, Any], waves: int = 1, chip: str = "gfx942", budget: int = 2000,
-    groups: int = 1,
+    groups: int = 1, lds: int = 1024,
 ) -> np.ndarray[Any, Any]:  # fmt: skip
     """Run PROLOGUE and `body` on a copy of `data`, the kernel's one buffer, and return it.
 
     s2 holds the workgroup's number.
     """
-    text = _FRAME.format(body=PROLOGUE + body)
+    text = _FRAME.format(body=PROLOGUE + body, lds=lds)
     assemble_amdgcn(text, chip, "")  # raises where the text is not code of this chip
     kernarg = np.zeros(8, np.uint8)
     memory = Memory([np.ascontiguousarray(data).view(np.uint8).ravel(), kernarg])
     memory.contents(1)[:] = np.array([memory.address(0)], np.uint64).view(np.uint8)
-    run_program(program(text), memory, bytes(8), (groups,), waves, 1024, chip, budget)
+    run_program(program(text), memory, bytes(8), (groups,), waves, lds, chip, budget)
     return memory.contents(0).view(data.dtype).reshape(data.shape)

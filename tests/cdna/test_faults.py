@@ -1,9 +1,18 @@
 """What hardware hides is reported: planted faults in small kernels, each beside its repair."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
-from ci.cdna.parse import CodeError
+from ci.cdna.launch import run_launch, run_program
+from ci.cdna.memory import Memory
+from ci.cdna.parse import CodeError, program
+from ci.cross_compile import recorded
+from inkling_portable.backends.triton._common import launching_for
+from inkling_portable.backends.triton.norm import rms_norm
+from inkling_portable.target import Target
 from tests.cdna.hand_written import execute
 
 STORE = "buffer_store_dword v2, v1, s[4:7], 0 offen\n"
@@ -152,3 +161,40 @@ def test_out_of_range_of_the_resource_is_no_fault() -> None:
         "buffer_load_dword v2, v4, s[4:7], 0 offen\ns_waitcnt vmcnt(0)\n" + STORE
     )
     assert (execute(body, np.full(64, 5, np.uint32)) == 0).all()
+
+
+def test_bad_input_is_refused_with_a_sentence() -> None:
+    """Wrong code, chip, arguments, grid and memory."""
+    code = '.amdgcn_target "amdgcn-amd-amdhsa--{}"\n.amdhsa_kernel k\ns_endpgm\n'
+    with pytest.raises(CodeError, match="needs assembly of one kernel; found 0"):
+        program(".text\ns_endpgm\n")
+    with pytest.raises(CodeError, match=r"line 3: 'bra \$L1' is not understood"):
+        program(".amdhsa_kernel k\n.text\nbra $L1\n")
+    right, memory = program(code.format("gfx942")), Memory([np.zeros(8, np.uint8)])
+    run_program(right, memory, bytes(8), (1,), 1, 0, "gfx942")
+    refusals = {
+        "needs code for gfx950; found code for gfx942": (bytes(8), (1,), 1, 0, "gfx950"),
+        "needs gfx942 or gfx950 .* found gfx90a": (bytes(8), (1,), 1, 0, "gfx90a"),
+        "at most 65536 bytes of LDS; found gfx942 and 70000": (bytes(8), (1,), 1, 70000, "gfx942"),
+        "grid without zeros; found 1, ": (bytes(8), (0,), 1, 0, "gfx942"),
+        "1 to 16 waves .* found 17": (bytes(8), (1,), 17, 0, "gfx942"),
+    }
+    for sentence, arguments in refusals.items():
+        with pytest.raises(CodeError, match=sentence):
+            run_program(right, memory, *arguments)
+    right.kernarg_bytes = 16
+    with pytest.raises(CodeError, match="needs 16 bytes of arguments, in the last buffer too"):
+        run_program(right, memory, bytes(8), (1,), 1, 0, "gfx942")
+
+
+def test_arguments_of_a_launch_are_checked() -> None:
+    x = torch.ones(2, 64, dtype=torch.bfloat16)
+    with launching_for(Target.parse("mi300x")), recorded() as launches:
+        rms_norm(x, x[0], 1e-6, None)
+        rms_norm(x.to("meta"), x[0].to("meta"), 1e-6, None)
+    run_launch(launches[0], "gfx942")
+    with pytest.raises(CodeError, match="needs tensors in the CPU's memory"):
+        run_launch(launches[1], "gfx942")
+    few = replace(launches[0], args=launches[0].args[:-1])
+    with pytest.raises(Exception, match="argument"):
+        run_launch(few, "gfx942")
