@@ -81,7 +81,7 @@ def _words(m: Machine, lanes: Array, data: Array, width: int) -> Array:
 def _receive(m: Machine, to: int, words: Array, counters: Counters) -> None:
     """Results of an operation [n, 64, words], usable once that has been waited for."""
     for word in range(words.shape[-1]):
-        m.put_vector(to + word, words[..., word])
+        m.put_vector(to + word, words[..., word], by=counters)
         m.mark_loading("v", to + word, counters)
 
 

@@ -41,17 +41,12 @@ class Executed:
     kernels: Counter[str] = field(default_factory=Counter)
     jobs: set[Job] = field(default_factory=set)
 
-    def coverage(self) -> str:
-        """One line: distinct instructions and how often they ran."""
-        return f"{len(self.instructions)} distinct instructions, {self.instructions.total()} steps"
-
     def objects(self) -> dict[str, str]:
         """Kernel names by digest of the code objects that were run."""
         from ci.cross_compile import compile_job
 
         reports = [(job.kernel, compile_job(job)) for job in self.jobs]
         return {digest(report.assembly, report.shared): kernel for kernel, report in reports}
-
 
 def run_program(
     code: Program, memory: Memory, arguments: bytes, grid: Sequence[int], waves: int, lds: int,

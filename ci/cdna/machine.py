@@ -205,9 +205,10 @@ class Machine:
 
     # Registers
 
-    def _check_loaded(self, kind: str, register: int, what: str) -> None:
+    def _check_loaded(self, kind: str, register: int, what: str, by: Any = None) -> None:
         entry = self.loading.get((kind, register))
-        if entry is None:
+        # Loads that are counted together, by `by`, return in the order in which they were issued.
+        if entry is None or entry[0] is by:
             return
         counters, ticket = entry
         if (ticket[self.waves] > counters.done[self.waves]).any():
@@ -258,11 +259,11 @@ class Machine:
                 self._read_unknown(_vector_name(register), ~known[self.waves] & used)
         return self.v[register, self.waves]
 
-    def put_vector(self, register: int, value: Any, lanes: Array | None = None
+    def put_vector(self, register: int, value: Any, lanes: Array | None = None, by: Any = None
                    ) -> None:  # fmt: skip
         """Write uint32, broadcast to [n, 64], in the active lanes (or those of `lanes`)."""
         if self.loading:
-            self._check_loaded("v", register, "written")
+            self._check_loaded("v", register, "written", by)
         mask = self.mask if lanes is None else lanes
         if (lanes is None and self.all_lanes) or bool(mask.all()):
             self.v[register, self.waves] = value

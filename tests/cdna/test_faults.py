@@ -32,6 +32,12 @@ FAULTS = {
         "s_waitcnt vmcnt(1)\n" + STORE,
         "v2 is read before the s_waitcnt", 1,
     ),
+    "a second load and a move into a register that is being loaded": (
+        "buffer_load_dword v2, v1, s[4:7], 0 offen\nbuffer_load_dword v2, v1, s[4:7], 0 offen\n"
+        "s_waitcnt vmcnt(0)\n" + STORE,
+        "buffer_load_dword v2, v1, s[4:7], 0 offen\nv_mov_b32_e32 v2, 1\n",
+        "v2 is written before the s_waitcnt", 1,
+    ),
     "scalar load used too soon": (
         "s_load_dword s8, s[0:1], 0x0\ns_waitcnt lgkmcnt(0)\nv_mov_b32_e32 v2, s8\n" + STORE,
         "s_load_dword s8, s[0:1], 0x0\ns_waitcnt lgkmcnt(1)\nv_mov_b32_e32 v2, s8\n" + STORE,
