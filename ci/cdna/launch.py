@@ -48,6 +48,7 @@ class Executed:
         reports = [(job.kernel, compile_job(job)) for job in self.jobs]
         return {digest(report.assembly, report.shared): kernel for kernel, report in reports}
 
+
 def run_program(
     code: Program, memory: Memory, arguments: bytes, grid: Sequence[int], waves: int, lds: int,
     chip: str, budget: int = BUDGET,
@@ -124,9 +125,7 @@ def _start(m: Machine, code: Program, groups: Sequence[tuple[int, int, int]], wa
     m.v[0], m.v_known[0] = np.tile(thread, (len(groups), 1)), True
 
 
-@cache
-def _program(assembly: str) -> Program:
-    return program(assembly)
+_program = cache(program)
 
 
 def run_launch(launch: Launch, chip: str, executed: Executed | None = None) -> None:
@@ -142,10 +141,8 @@ def run_launch(launch: Launch, chip: str, executed: Executed | None = None) -> N
     if any(value.device.type != "cpu" for value in tensors):
         raise CodeError("needs tensors in the CPU's memory; found others, so pass .cpu() copies")
     storages = {value.untyped_storage().data_ptr(): value.untyped_storage() for value in tensors}
-    views = {
-        place: torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        for place, storage in storages.items()
-    }
+    whole = torch.empty(0, dtype=torch.uint8)
+    views = {place: whole.clone().set_(storage).numpy() for place, storage in storages.items()}
     order = list(views)
     kernarg = np.zeros(max(code.kernarg_bytes, 1), np.uint8)
     memory = Memory([*(views[place] for place in order), kernarg])

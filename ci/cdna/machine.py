@@ -66,8 +66,7 @@ class Machine:
         self.v = np.zeros((512, waves, LANES), np.uint32)
         self.s_known = np.zeros((128, waves), bool)
         self.v_known = np.zeros((512, waves, LANES), bool)
-        self.s_all_known: set[int] = set()
-        self.v_all_known: set[int] = set()
+        self.s_all_known, self.v_all_known = set[int](), set[int]()
         self.scc = np.zeros(waves, bool)
         self.pc = np.zeros(waves, np.int64)
         self.status = np.zeros(waves, np.int8)
@@ -82,7 +81,7 @@ class Machine:
         self.sm = Counters(waves, in_order=False)
         self.loading: dict[tuple[str, int], tuple[Counters, Array]] = {}
         self.seen: Counter[str] = Counter()
-        self.jumped = False
+        self.jumped = self.lenient = self.all_lanes = False
         self.saturates = np.zeros(waves, bool)  # MODE.FP16_OVFL
         self.s[EXEC : EXEC + 2] = 0xFFFFFFFF
         self.s_known[EXEC : EXEC + 2] = True
@@ -92,9 +91,7 @@ class Machine:
         self._mask: Array | None = None
         self.now: Instruction | None = None
         self.at = 0
-        self.lenient = False
         self.unknown: Array | None = None
-        self.all_lanes = False
 
     # Scheduling
 
@@ -119,8 +116,7 @@ class Machine:
                 handler = HANDLERS.get(now.name)
                 if handler is None:
                     raise self.fault(f"instruction {now.name} is not supported")
-                steps += 1
-                if steps > self.budget:
+                if (steps := steps + 1) > self.budget:
                     raise self.fault(f"the budget of {self.budget} steps is used up")
                 self.seen[now.name] += 1
                 self.jumped = False
@@ -317,8 +313,8 @@ class Machine:
 
     def put64(self, register: int, value: Array) -> None:
         """Write uint64 [n] to two scalar registers."""
-        self.put_scalar(register, low(value))
-        self.put_scalar(register + 1, high(value))
+        for word, part in enumerate((low(value), high(value))):
+            self.put_scalar(register + word, part)
 
 
 def _vector_name(register: int) -> str:

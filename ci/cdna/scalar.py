@@ -225,8 +225,7 @@ def _wait(m: Machine, i: Instruction) -> None:
             m.vm.wait(m.waves, left)
         elif counter == "lgkmcnt":
             m.sm.wait(m.waves, left)
-            scalars_left = (m.sm.issued[m.waves] > m.sm.done[m.waves]).any()
-            if not scalars_left:
+            if not (m.sm.issued[m.waves] > m.sm.done[m.waves]).any():
                 m.ds.wait(m.waves, left)
         elif counter != "expcnt":
             raise m.fault(f"counter {counter} is not supported")

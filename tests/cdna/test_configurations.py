@@ -21,8 +21,9 @@ Results = dict[tuple[str, str, int], Future[Result]]
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[Results]:
-    with processes() as pool:
-        yield start(pool, jobs(list(CHIPS), SEEDS))
+    pool = processes()
+    yield start(pool, jobs(list(CHIPS), SEEDS))
+    pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize(("chip", "name"), [(c, case.name) for c in CHIPS for case in cases(c)])
