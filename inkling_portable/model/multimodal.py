@@ -39,6 +39,7 @@ from inkling_portable.model.preprocess import (
     AudioSettings,
     ImageSettings,
     audio_settings,
+    check_length,
     dmel_levels,
     image_patches,
     image_settings,
@@ -127,16 +128,20 @@ class ProcessingInfo(BaseProcessingInfo):
 
     def get_data_parser(self) -> MultiModalDataParser:
         audio = self.audio_settings
-        return DataParser(
+        parser = DataParser(
             target_sr=None if audio is None else audio.sampling_rate,
             target_channels=1,
             audio_resample_method=audio_resampler(),
             expected_hidden_size=self._get_expected_hidden_size(),
         )
+        parser.settings = audio
+        return parser
 
 
 class DataParser(MultiModalDataParser):
     """vLLM's parser, which resamples clips that come with a rate and averages their channels."""
+
+    settings: AudioSettings | None = None
 
     def _parse_audio_data(self, data: Any) -> Any:
         if getattr(data, "ndim", 1) != 1:
@@ -145,6 +150,11 @@ class DataParser(MultiModalDataParser):
                 f"audio needs one channel of shape [samples]; found shape {tuple(data.shape)}; "
                 "average the channels, and send several clips as a list"
             )
+        for clip in [data] if isinstance(data, tuple) else data if isinstance(data, list) else []:
+            if isinstance(clip, tuple) and self.settings is not None:
+                wave, rate = clip
+                if rate is not None:
+                    check_length(max(wave.shape, default=0), rate, self.settings)
         return super()._parse_audio_data(data)
 
 

@@ -243,6 +243,32 @@ def image_patches(
     return still.expand(-1, settings.temporal_patch_size, -1, -1, -1)
 
 
+MOST_HZ = 768_000
+"""The highest rate in use for audio; resampling from a much higher one takes memory for itself."""
+
+
+def check_length(samples: int, rate: float, settings: AudioSettings) -> int:
+    """Tokens of a clip of `samples` at `rate` Hz, known before it is resampled.
+
+    A few bytes that call themselves one sample a second would become gigabytes. Raises ValueError
+    for a clip that is too long, and for a rate that none has.
+    """
+    if not 0 < rate <= MOST_HZ:
+        raise ValueError(
+            f"audio needs a rate above 0 and up to {MOST_HZ} Hz; found {rate}; resample the clip"
+        )
+    count = settings.tokens(int(samples * settings.sampling_rate / rate))
+    if count > settings.max_tokens:
+        limit = settings.max_tokens
+        seconds = settings.hop_length / settings.sampling_rate
+        raise ValueError(
+            f"audio may take at most {limit} tokens ({limit * seconds:g} s); this clip takes "
+            f"{count} ({count * seconds:g} s); send a shorter one or raise max_audio_tokens in "
+            "--mm-processor-kwargs"
+        )
+    return count
+
+
 def dmel_levels(samples: Any, settings: AudioSettings) -> Tensor:
     """dMel levels of one clip: the log energy of each mel bin, as one of a few levels.
 
@@ -257,15 +283,7 @@ def dmel_levels(samples: Any, settings: AudioSettings) -> Tensor:
         ValueError: wrong type or rank, no samples, NaN or infinity, or a clip that is too long.
     """
     wave = _waveform(samples)
-    count = settings.tokens(wave.numel())
-    if count > settings.max_tokens:
-        limit = settings.max_tokens
-        seconds = settings.hop_length / settings.sampling_rate
-        raise ValueError(
-            f"audio may take at most {limit} tokens ({limit * seconds:g} s); this clip takes "
-            f"{count} ({count * seconds:g} s); send a shorter one or raise max_audio_tokens in "
-            "--mm-processor-kwargs"
-        )
+    check_length(wave.numel(), settings.sampling_rate, settings)
     if not bool(torch.isfinite(wave).all()):
         raise ValueError("audio needs finite samples; found NaN or infinity; repair the recording")
     return _levels(wave, settings)

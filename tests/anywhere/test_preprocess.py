@@ -25,6 +25,7 @@ from inkling_portable.model.preprocess import (
     AudioSettings,
     ImageSettings,
     audio_settings,
+    check_length,
     dmel_levels,
     image_patches,
     image_settings,
@@ -273,6 +274,18 @@ def test_levels_of_known_energies(value, level, monkeypatch):
 def test_audio_that_is_none(samples, message):
     with pytest.raises(ValueError, match=message):
         dmel_levels(samples, AudioSettings())
+
+
+def test_the_length_of_a_clip_is_known_before_it_is_resampled():
+    """A gigabyte that 16 kHz would make of a thousand samples a minute is never made."""
+    settings = AudioSettings(max_tokens=20)  # one second
+    assert check_length(44_100, 44_100, settings) == check_length(8000, 8000, settings) == 20
+    for samples, rate in [(46_305, 44_100), (2, 1), (10**9, 1)]:
+        with pytest.raises(ValueError, match="audio may take at most 20 tokens"):
+            check_length(samples, rate, settings)
+    for rate in (0, -1, 2**31 - 1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="audio needs a rate above 0 and up to 768000 Hz"):
+            check_length(1, rate, settings)
 
 
 def test_a_clip_that_is_too_long_is_refused():

@@ -302,6 +302,8 @@ def float_wav(wave: np.ndarray) -> bytes:
         (audio(b""), None),
         (audio(wav(tone(800))[:30]), "audio needs a whole file"),
         (audio(wav_of_rate(0)), None),
+        (audio(wav_of_rate(1)), "this clip takes 16000 (800 s)"),
+        (audio(wav_of_rate(2**31 - 1)), "up to 768000 Hz; found 2147483647"),
         (audio(wav(tone(0))), None),
         (audio(png()), None),
         (audio(wav(tone(16_000 * 6))), "at most 100 tokens (5 s); this clip takes 120 (6 s)"),
@@ -312,7 +314,8 @@ def float_wav(wave: np.ndarray) -> bytes:
     ],
     ids=["not an image", "cut image", "large image", "audio as image", "no bytes of image",
          "no pixels", "text as image", "not audio", "no bytes of audio", "cut audio", "rate 0",
-         "no samples", "image as audio", "long audio", "NaN audio", "file outside",
+         "rate 1", "rate 2147483647", "no samples", "image as audio", "long audio", "NaN audio",
+         "file outside",
          "another host", "video"],
 )  # fmt: skip
 def test_bad_media_is_the_clients_error(
