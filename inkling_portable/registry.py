@@ -483,8 +483,9 @@ def reference_warnings(target: Target, decisions: Iterable[Decision]) -> list[st
     slow = [d.op for d in decisions if d.verdict == "chosen" and d.provider == "reference"]
     by_reason: dict[str, list[str]] = {}
     for name in dict.fromkeys(slow):
-        refused = [d for d in decisions if d.op == name and d.verdict == "refused"]
-        reason = "; ".join(f"{d.provider}: {d.reason}" for d in refused) or "no other provider"
+        refused = [f"{d.provider}: {d.reason}" for d in decisions
+                   if d.op == name and d.verdict == "refused"]  # fmt: skip
+        reason = "; ".join(dict.fromkeys(refused)) or "no other provider"
         by_reason.setdefault(reason, []).append(name)
     return [
         f"on the slow reference: {', '.join(names)} ({reason})"

@@ -101,12 +101,13 @@ def facts_of(options: argparse.Namespace) -> Facts:
 
 
 def lines(decisions: tuple[Decision, ...]) -> list[str]:
-    """The table, one line for each offer."""
+    """The table, one line for each offer; offers that read alike share one."""
     verdicts = {"chosen": "YES", "refused": "no", "later": "-", "only if asked": "ask"}
     op_width = max(len(d.op) for d in decisions)
     provider_width = max(len(d.provider) for d in decisions)
     shown, last = [], ""
-    for d in decisions:
+    said = {(d.op, d.provider, d.verdict, d.reason): d for d in decisions}
+    for d in said.values():
         name = "" if d.op == last else d.op
         last = d.op
         row = (

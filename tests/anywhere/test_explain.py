@@ -83,3 +83,18 @@ def test_off_says_that_nothing_is_chosen(
     monkeypatch.setenv("INKLING_PORTABLE", "off")
     assert main(["explain", "--target", "cpu"]) == 0
     assert "vLLM's own model serves" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", ["h200", "mi300x", "b200+triton=3.6.0+vllm=0.33.0"])
+def test_nothing_is_said_twice(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An op may have several rows of one provider, which are refused for the same reason."""
+    assert main(["explain", "--target", target, "--weights", "mxfp4"]) == 0
+    table, _, warnings = capsys.readouterr().out.partition("warning: ")
+    op, shown = "", []
+    for line in table.splitlines()[1:]:
+        op = op if line.startswith(" ") else line.split()[0]
+        shown.append((op, line.removeprefix(op).strip()))
+    assert len(shown) == len(set(shown)) and len(shown) > 30
+    for warning in warnings.splitlines():
+        reasons = warning.removesuffix(")").partition("(")[2].split("; ")
+        assert len(reasons) == len(set(reasons))
