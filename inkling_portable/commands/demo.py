@@ -227,6 +227,10 @@ def main(argv: list[str]) -> int:
     try:
         if options.keep is not None:
             options.keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--keep needs a folder that can be written; {error}")
+    try:
+        if options.keep is not None:
             run(options.keep, options.timeout, options.tokens)
         else:
             with tempfile.TemporaryDirectory(prefix="inkling-demo-") as folder:

@@ -11,7 +11,8 @@ from inkling_portable.__main__ import available, main
 ELSEWHERE = [
     ["eval", "--count", "0"], ["eval", "--count", "-1"], ["eval", "--requests", "0"],
     ["eval", "--limit", "-5"], ["eval", "--json", "no/such/folder/file.json"],
-    ["demo", "--tokens", "0"], ["recipe", "single_node_tp", "--gpus", "0"], ["recipe", "nope"],
+    ["demo", "--tokens", "0"], ["demo", "--keep", __file__],
+    ["recipe", "single_node_tp", "--gpus", "0"], ["recipe", "nope"],
 ]  # fmt: skip
 
 
