@@ -51,11 +51,12 @@ BANDWIDTH = {"H200": 4.3e12}
 # Names of kernels, tried in this order.
 OPS = (
     ("towers", r"_norm_gelu|_dmel_"),
-    ("rel_attention", r"attend|tile_kernel|combine_kernel|rel_attn|rel_attention|flash|fmha|fa4"),
-    ("short conv, sum, norm", r"_conv_kernel|_by_rank_kernel|_sources_kernel|sconv|conv1d|lamport"),
+    ("rel_attention", r"attend|combine_split|join_spans|rel_attn|rel_attention|flash|fmha|fa4"),
+    ("short conv, sum, norm", r"_conv_kernel|_by_rank_kernel|_sources_kernel|_exchange_kernel|"
+                              r"sconv|conv1d|lamport"),
     ("qkvr_prep", r"_prep_kernel|qkvr|qk_norm|reshape_and_cache"),
-    ("routed_experts", r"gemv_(up|down)|_count_kernel|_place_kernel|moe|expert|humming|marlin|"
-                       r"routed|silu_and_mul|align_block"),
+    ("routed_experts", r"gemv_(up|down)|_count_kernel|_place_kernel|(?<!_)tile_kernel|"
+                       r"combine_kernel|moe|expert|humming|marlin|routed|silu_and_mul|align_block"),
     ("route and gate_logits", r"_route_kernel|gate|topk|ll_bf16|_tile_kernel|_sum_kernel"),
     ("sinks and dense activation", r"_swiglu_kernel|swiglu|sink"),
     ("norms and embedding", r"_norm_kernel|_embed_norm|_halves|rms_norm|index_select|embedding"),

@@ -150,7 +150,7 @@ def test_a_suite_past_its_share_fails() -> None:
 def test_a_suite_past_its_share_still_says_what_failed(capfd: pytest.CaptureFixture[str]) -> None:
     """It is interrupted as from a keyboard, at which a test runner prints its summary."""
     code = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('1 ' + 'failed')"
-    assert run_suites.run_suite(python_suite(code, minutes=0.1)).failure is not None
+    assert run_suites.run_suite(python_suite(code, minutes=0.2)).failure is not None
     assert "1 failed" in capfd.readouterr().out
 
 
@@ -190,7 +190,7 @@ def test_unknown_lane_names_the_lanes() -> None:
 def test_suites_are_there_and_their_shares_fit() -> None:
     """Each suite names what exists, and the CPU lane as a whole stays under its 90 minutes."""
     suites = run_suites.suites_of("cpu", (ROOT / "ci" / "suites.toml").read_text())
-    assert sum(suite.minutes for suite in suites) <= 86
+    assert sum(suite.minutes for suite in suites) <= 88
     paths = [word for suite in suites for word in suite.run if word.startswith(("tests/", "ci/"))]
     assert "tests/anywhere" in paths
     assert [path for path in paths if not (ROOT / path).exists()] == []

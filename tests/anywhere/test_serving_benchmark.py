@@ -69,11 +69,14 @@ def test_routers_choose_evenly() -> None:
 
 def test_every_kernel_of_ours_belongs_to_an_op() -> None:
     names = set()
+    pattern = r"@(?:triton|gluon)\.jit[^\n]*\ndef (\w*kernel|attend_\w+|combine_split|join_spans)\("
     for path in [*KERNELS.rglob("*.py")]:
-        text = path.read_text()
-        names |= set(re.findall(r"@(?:triton|gluon)\.jit[^\n]*\ndef (\w*kernel)\(", text))
-        names |= set(re.findall(r"@(?:triton|gluon)\.jit[^\n]*\ndef (attend_\w+)\(", text))
-    assert len(names) > 12
+        found = re.findall(pattern, path.read_text())
+        names |= set(found)
+        for op in ("rel_attention", "routed_experts"):
+            if path.name.startswith(op):
+                assert {serving.op_of(name) for name in found} <= {op}, path.name
+    assert len(names) > 20
     assert [name for name in names if serving.op_of(name) == "unknown"] == []
     assert serving.op_of("gemv_up_kernel") == serving.op_of("moe_align_block") == "routed_experts"
     assert serving.op_of("nvjet_tst_64x8_64x16_4x1_v_bz_TNT") == "linear layers"
