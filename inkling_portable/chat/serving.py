@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import threading
 import uuid
 import weakref
@@ -396,10 +397,13 @@ def constrain(request: Any, tools: Sequence[Mapping[str, Any]]) -> None:
         shape = None
     elif shape is not None and shape.type == "structural_tag":
         return
+    form = grammar.output_format(_dump(shape), _without_lark(_dump(constraint)))
+    if form is not None:
+        _check_format(form)
     tag = grammar.structural_tag(
         tools,
         _choice(request.tool_choice) if tools else None,
-        grammar.output_format(_dump(shape), _without_lark(_dump(constraint))),
+        form,
         parallel=getattr(request, "parallel_tool_calls", True) is not False,
     )
     if tag is None:
@@ -412,6 +416,28 @@ def constrain(request: Any, tools: Sequence[Mapping[str, Any]]) -> None:
     for flag in ("_grammar_from_parser", "_grammar_from_tool_parser"):
         if hasattr(request, flag):
             setattr(request, flag, True)
+
+
+def _check_format(form: Mapping[str, Any]) -> None:
+    """Raise ValueError for a format that no text can be held to, such as a broken pattern.
+
+    vLLM tries a second backend where the first refuses, and answers with that one's "'triggers'".
+    """
+    from xgrammar import Grammar
+
+    depth, level = 0, [form]
+    while level:
+        depth += 1
+        level = [part for value in level if isinstance(value, (dict, list))
+                 for part in (value.values() if isinstance(value, dict) else value)]  # fmt: skip
+    if depth > 100:
+        return  # more than xgrammar's stack is known to hold; vLLM counts and refuses by itself
+    try:
+        Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": form}))
+    except (ValueError, RuntimeError) as error:
+        # The library puts a time and a place in its source before what it says.
+        said = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()[:200]
+        raise ValueError(f"no text can have the format asked for: {said}; correct it") from None
 
 
 def _without_lark(constraint: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

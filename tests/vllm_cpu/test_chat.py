@@ -431,6 +431,26 @@ def test_a_grammar_that_is_none_is_a_sentence(tokenizer: Any) -> None:
         parser_for(tokenizer).adjust_request(asked)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "("},
+        {"choice": []},
+        {"grammar": "root ::= ("},
+        {"json": {"enum": []}},
+        {"json": {"$ref": "#/nowhere"}},
+        {"json": {"type": "string", "pattern": "("}},
+        {"json": {"type": "nope"}},
+    ],
+)
+def test_a_format_that_is_none_is_a_sentence(tokenizer: Any, asked: dict[str, Any]) -> None:
+    request = ChatCompletionRequest(messages=[user("x")], model="m", structured_outputs=asked)
+    with pytest.raises(
+        ValueError, match=r"^no text can have the format asked for: [A-Za-z].{5,200}; correct it$"
+    ):
+        parser_for(tokenizer).adjust_request(request)
+
+
 def test_reasoning_is_counted(tokenizer: Any) -> None:
     output = f"{m.THINKING}why{m.END_MESSAGE}{m.MODEL}{m.TEXT}so it is{m.END_MESSAGE}"
     ids = tokenizer.encode(output, add_special_tokens=False)
