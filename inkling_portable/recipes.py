@@ -15,6 +15,8 @@ CHAT = ("--tokenizer-mode inkling --reasoning-parser inkling --tool-call-parser 
 ENGINE = ("--additional-config", json.dumps({"inkling_portable": {"routed_experts": "engine"}}))
 TRANSFER = ("--kv-transfer-config",
             json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"}))  # fmt: skip
+SPLITS = (1, 2, 4, 8, 16)
+"""Tensor-parallel sizes that both released models can have."""
 SPREAD = "--enable-expert-parallel"
 
 
@@ -57,6 +59,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gpus", type=positive, default=8, help="GPUs of one node")
     parser.add_argument("--nodes", type=positive, default=2)
     parser.add_argument("--head", default="node0", help="address of the first node")
-    for line in render(**vars(parser.parse_args(argv))):
+    found = render(**vars(parser.parse_args(argv)))
+    ranks = int(found[0][found[0].index("--tensor-parallel-size") + 1])
+    if ranks not in SPLITS:
+        parser.error(f"tensor parallelism needs one of {SPLITS} ranks; --gpus and --nodes give "
+                     f"{ranks}")  # fmt: skip
+    for line in found:
         print("vllm", shlex.join(line))
     return 0

@@ -13,6 +13,7 @@ ELSEWHERE = [
     ["eval", "--limit", "-5"], ["eval", "--json", "no/such/folder/file.json"],
     ["demo", "--tokens", "0"], ["demo", "--keep", __file__],
     ["recipe", "single_node_tp", "--gpus", "0"], ["recipe", "nope"],
+    ["recipe", "single_node_tp", "--gpus", "3"], ["recipe", "multi_node_tp", "--nodes", "5"],
 ]  # fmt: skip
 
 
