@@ -226,18 +226,25 @@ def _add(m: Machine, i: Instruction) -> None:
     _checked(m, m.lds.add, *_owners(m, lanes), place[lanes], values[lanes])
 
 
-@handles("ds_bpermute_b32")
+@handles("ds_bpermute_b32", "ds_swizzle_b32")
 def _permute(m: Machine, i: Instruction) -> None:
-    """Each lane fetches the value of the lane it names; one that is switched off gives zero."""
-    index = (m.vector(i.operands[1].index) + np.uint32(i.number("offset"))) >> 2 & 63
-    index = index.astype(np.int64)
+    """Each lane fetches the value of the lane it names, or of the one that a swizzle swaps with it;
+    one that is switched off gives zero."""
     lanes = m.mask
+    if i.name == "ds_swizzle_b32":
+        swap = re.fullmatch(r"swizzle\(SWAP,(\d+)\)", i.modifiers.get("offset", ""))
+        if swap is None:
+            raise m.fault("this swizzle is not supported")
+        index = np.broadcast_to(_LANE ^ int(swap[1]), lanes.shape)
+    else:
+        address = m.vector(i.operands[1].index) + np.uint32(i.number("offset"))
+        index = (address >> 2 & 63).astype(np.int64)
     m.ds.issued[m.waves] += 1
     wave = np.arange(m.count)[:, None]
     needed = np.zeros_like(lanes)
     rows, columns = np.nonzero(lanes)
     needed[rows, index[rows, columns]] = True
-    data = m.vector(i.operands[2].index, needed & lanes)
+    data = m.vector(i.operands[-1].index, needed & lanes)
     value = np.where(lanes[wave, index], data[wave, index], np.uint32(0))
     _receive(m, i.operands[0].index, value[..., None], m.ds)
 

@@ -241,8 +241,7 @@ class Machine:
         if register in (EXEC, EXEC + 1):
             self._mask = None
 
-    def vector(self, register: int, lanes: Array | None = None
-               ) -> Array:  # fmt: skip
+    def vector(self, register: int, lanes: Array | None = None) -> Array:
         """A vector register of the selected waves, uint32 [n, 64]; `lanes` are those used."""
         if self.loading:
             self._check_loaded("v", register, "read")

@@ -48,10 +48,11 @@ def typed(m: Machine, of: Operand, bits: Array, kind: str) -> Array:
     return value
 
 
-def source(m: Machine, i: Instruction, position: int, kind: str) -> Array:
-    """Operand `position` as numbers, sub-word selection applied."""
+def source(m: Machine, i: Instruction, position: int, kind: str, lanes: Array | None = None
+           ) -> Array:  # fmt: skip
+    """Operand `position` as numbers, sub-word selection applied; `lanes` are those used."""
     of = i.operands[position]
-    bits = raw(m, of, kind)
+    bits = raw(m, of, kind, lanes)
     if i.encoding == "sdwa":
         bits = _subword(bits, i.modifiers.get(f"src{position - 1}_sel", "DWORD"), of.sext)
     return typed(m, of, bits, kind)
@@ -338,23 +339,15 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 @handles("v_cndmask_b32")
 def _choose(m: Machine, i: Instruction) -> None:
+    # Only the lanes that take a source need it to hold something.
     picked = m.lane_bits(i.operands[3].index)
     lanes = None
     if i.encoding == "dpp":
         first, lanes = dpp(m, i, "f32")
     else:
-        first = _one_of(m, i, 1, m.mask & ~picked)
-    second = _one_of(m, i, 2, m.mask & picked)
+        first = source(m, i, 1, "f32", m.mask & ~picked)
+    second = source(m, i, 2, "f32", m.mask & picked)
     put(m, i, np.where(picked, second.view(np.uint32), first.view(np.uint32)), "u32", lanes)
-
-
-def _one_of(m: Machine, i: Instruction, position: int, needed: Array) -> Array:
-    """A choice: only the lanes that take it have to hold something."""
-    of = i.operands[position]
-    bits = raw(m, of, "f32", needed)
-    if i.encoding == "sdwa":
-        bits = _subword(bits, i.modifiers.get(f"src{position - 1}_sel", "DWORD"), of.sext)
-    return typed(m, of, bits, "f32")
 
 
 @handles("v_readfirstlane_b32", "v_readlane_b32")

@@ -159,6 +159,22 @@ def test_values_pass_between_lanes() -> None:
     np.testing.assert_array_equal(written, np.where(_L == 17, 9, lane))
 
 
+@of("ds_swizzle_b32")
+@pytest.mark.parametrize("width", [1, 2, 4, 8, 16])
+def test_swizzle_swaps_neighbours(width: int) -> None:
+    """Runs of `width` lanes change places; a lane that is switched off is read as zero."""
+    lane = _L.astype(np.uint32) + 100
+    swapped = lane.reshape(-1, 2, width)[:, ::-1].ravel()
+    code = f"ds_swizzle_b32 v2, v10 offset:swizzle(SWAP,{width})\ns_waitcnt lgkmcnt(0)"
+    np.testing.assert_array_equal(_apply(code, lane), swapped)
+    some = "v_mov_b32 v2, 7\ns_mov_b32 exec_lo, 0xffffff0f\n{}\ns_mov_b64 exec, -1"
+    off = (_L >= 4) & (_L < 8)
+    expected = np.where(off, 7, np.where(off[_L ^ width], 0, swapped))
+    np.testing.assert_array_equal(_apply(some.format(code), lane), expected)
+    with pytest.raises(CodeError, match="this swizzle is not supported"):
+        _apply(code.replace(f"SWAP,{width}", 'BITMASK_PERM,"0pi01"'), lane)
+
+
 @of("v_mbcnt_lo_u32_b32", "v_mbcnt_hi_u32_b32")
 def test_lanes_below_are_counted() -> None:
     a, b = (GENERATOR.integers(0, 1 << 32, 64, dtype=np.uint32) for _ in range(2))

@@ -27,6 +27,7 @@ APART = {
     "v_readlane_b32": "about lanes", "v_readfirstlane_b32": "about lanes",
     "v_writelane_b32": "about lanes", "v_permlane16_swap_b32": "about lanes",
     "v_permlane32_swap_b32": "about lanes", "ds_bpermute_b32": "about lanes",
+    "ds_swizzle_b32": "about lanes",
     "v_mbcnt_lo_u32_b32": "about lanes", "v_mbcnt_hi_u32_b32": "about lanes",
     "v_pk_mov_b32": "op_sel chooses the words",
     "v_rndne_f32": "the text adds a half, which is inexact for large numbers",
