@@ -237,15 +237,17 @@ def _register_adapter_answers() -> None:
 
 
 def _register_media_answers() -> None:
-    """Have vLLM's HTTP server answer 400, and not 500, to broken audio and decompression bombs.
+    """Have vLLM's HTTP server answer 400, and not 500, to media that it cannot or may not read.
 
-    It passes on what libsndfile raises at a file of a known kind that it cannot read, and what
-    Pillow raises at a picture of very many pixels; neither is a ValueError. As above, only a server
-    reads media, and has imported how.
+    It passes on what libsndfile raises at a file of a known kind that it cannot read, what Pillow
+    raises at a picture of very many pixels, and its own words on files that it may not open and on
+    data URLs without base64; none is a ValueError. As above, only a server reads media, and has
+    imported how.
     """
     if "vllm.multimodal.media.audio" not in sys.modules:
         return
     from vllm.multimodal.media.audio import AudioMediaIO
+    from vllm.multimodal.media.connector import MediaConnector
     from vllm.multimodal.media.image import ImageMediaIO
 
     def with_sentence(load: Any) -> Any:
@@ -259,6 +261,15 @@ def _register_media_answers() -> None:
                     raise ValueError(f"audio needs a whole file; {error}; send it again") from error
                 if kind == "PIL.Image.DecompressionBombError":
                     raise ValueError(f"an image needs fewer pixels; {error}; scale it") from error
+                if load.__name__ == "_load_file_url" and kind == "builtins.RuntimeError":
+                    raise ValueError(
+                        "files are not read, since the server was started without "
+                        "--allowed-local-media-path; send a data: URL"
+                    ) from error
+                if kind == "builtins.NotImplementedError":
+                    raise ValueError(
+                        "a data: URL needs base64, as in data:image/png;base64,..."
+                    ) from error
                 raise
 
         return decode
@@ -267,3 +278,5 @@ def _register_media_answers() -> None:
         AudioMediaIO.load_bytes = with_sentence(AudioMediaIO.load_bytes)
         AudioMediaIO.load_file = with_sentence(AudioMediaIO.load_file)
         ImageMediaIO.load_bytes = with_sentence(ImageMediaIO.load_bytes)
+        MediaConnector._load_data_url = with_sentence(MediaConnector._load_data_url)
+        MediaConnector._load_file_url = with_sentence(MediaConnector._load_file_url)

@@ -14,6 +14,8 @@ from importlib import metadata
 # an unrelated package, hence distribution names and not module names.
 LIBRARIES = ("torch", "triton", "vllm", "amd-aiter", "flash-attn-4", "flashinfer-python",
              "humming-kernels")  # fmt: skip
+USUAL = (("torch", "2.11.0"), ("triton", "3.6.0"), ("vllm", "0.33.0"))
+"""What a described accelerator is taken to have where no library is named."""
 FEATURES = ("interpret", "p2p", "multicast", "aiter-a16w4", "fine-grained")
 
 
@@ -107,6 +109,10 @@ class Target:
                 raise TargetError(f"target {text!r}: {extra!r} is neither a library nor a feature; "
                                   f"known are {known}")  # fmt: skip
         return replace(target, libs=tuple(libs), features=frozenset(features))
+
+    def with_usual_libraries(self) -> Target:
+        """An accelerator described without libraries, with those of a usual installation."""
+        return self if self.libs or self.vendor == "cpu" else replace(self, libs=USUAL)
 
     @classmethod
     def _parse_chip(cls, head: str, text: str) -> Target:

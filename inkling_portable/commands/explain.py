@@ -28,6 +28,16 @@ from inkling_portable.registry import (
 )
 from inkling_portable.target import Target, TargetError
 
+# As vLLM 0.26 to 0.33 name them, together.
+MOE_BACKENDS = (
+    "aiter", "aiter_mega_moe", "aiter_triton_mxfp4_bf16", "aiter_triton_mxfp4_mxfp4",
+    "auto", "b12x", "batched_triton", "cutlass", "deep_gemm", "deep_gemm_mega_moe",
+    "emulation", "flashinfer_b12x", "flashinfer_cutedsl", "flashinfer_cutlass",
+    "flashinfer_moe_ep_cutedsl", "flashinfer_moe_ep_mega_cutedsl",
+    "flashinfer_moe_ep_mega_deep_gemm", "flashinfer_trtllm", "flydsl", "hpc", "humming",
+    "marlin", "rdna3", "triton", "triton_unfused",
+)  # fmt: skip
+
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
@@ -35,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--target",
         metavar="T",
-        help="cpu, a chip such as h200 or mi300x, or vendor:arch[/units][+lib[=version]]; "
-        "this machine if left out",
+        help="cpu, a chip such as h200 or mi300x, or vendor:arch[/units], with "
+        "+library[=version]..., usual ones if none is named; this machine if left out",
     )
     p.add_argument("--weights", choices=("nvfp4", "mxfp4", "bf16", "fp8"), default="bf16")
     p.add_argument("--model", choices=sorted(MODELS), default="large")
@@ -46,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--batch-invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1 will be set"
     )
-    p.add_argument("--moe-backend", default="auto", metavar="B", help="vLLM's --moe-backend")
+    p.add_argument(
+        "--moe-backend", choices=MOE_BACKENDS, default="auto", metavar="B", help="vLLM's option"
+    )
     p.add_argument(
         "--ask",
         metavar="OP=PROVIDER,...",
@@ -138,7 +150,8 @@ def main(argv: list[str]) -> int:
     """Returns 0, 1 with --strict and a slow op, or 2 for a request that cannot be met."""
     options = parser().parse_args(argv)
     try:
-        target = Target.parse(options.target) if options.target else Target.detect()
+        described = Target.parse(options.target) if options.target else Target.detect()
+        target = described.with_usual_libraries() if options.target else described
         facts = facts_of(options)
         text = options.ask if options.ask is not None else os.environ.get("INKLING_PORTABLE")
         if (text or "").strip() == "off":
@@ -190,7 +203,8 @@ def main(argv: list[str]) -> int:
             )
         )
     else:
-        print(f"target {target}")
+        assumed = "" if target is described else " (libraries assumed; name yours to be sure)"
+        print(f"target {target}{assumed}")
         if facts.batch_invariant:
             print("batch-invariant: tiles and sums do not depend on the batch")
         print("\n".join(lines(decisions)))

@@ -337,11 +337,8 @@ def notes(fit: Fit) -> list[str]:
 
 
 def slow_ops(q: Question) -> list[str]:
-    """Sentences on what would be served by the slow reference there, as `explain` has them.
-
-    A target described without libraries is taken to have vLLM and Triton.
-    """
-    target = q.target if q.target.libs else replace(q.target, libs=(("triton", ""), ("vllm", "")))
+    """Sentences on what would be served by the slow reference there, as `explain` has them."""
+    target = q.target.with_usual_libraries()
     facts = replace(MODELS[q.model], weights=q.weights, tp=q.tp, kv_dtype=q.kv_dtype)
     try:
         return reference_warnings(target, choose(target, facts))

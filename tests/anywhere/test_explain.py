@@ -40,8 +40,17 @@ def test_json_carries_every_offer(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(":" in row["code"] or row["code"] == "engine" for row in report["decisions"])
 
 
+def test_a_chip_alone_has_the_usual_libraries(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--target", "mi300x", "--strict"]) == 0
+    said = capsys.readouterr().out
+    assert "+triton=3.6.0+vllm=0.33.0 (libraries assumed; name yours to be sure)" in said
+    assert main(["explain", "--target", "mi300x+vllm=0.33.0", "--strict"]) == 1
+    said = capsys.readouterr().out
+    assert "assumed" not in said and "needs triton >=3.6, which is not installed" in said
+
+
 def test_strict_fails_on_a_slow_accelerator(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--target", "cuda:sm90/132", "--strict"]) == 1
+    assert main(["explain", "--target", "cuda:sm90/132+vllm=0.33.0", "--strict"]) == 1
     assert "slow reference" in capsys.readouterr().out
     assert main(["explain", "--target", "cpu", "--strict"]) == 0
 

@@ -27,6 +27,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from inkling_portable import plugin
 from inkling_portable.commands._server import Server, ServerError, memory_arguments
 from inkling_portable.commands.tiny import write_tiny
 from inkling_portable.model.preprocess import AudioSettings, ImageSettings
@@ -309,14 +310,14 @@ def float_wav(wave: np.ndarray) -> bytes:
         (audio(wav(tone(16_000 * 6))), "at most 100 tokens (5 s); this clip takes 120 (6 s)"),
         (audio(float_wav(NOT_A_NUMBER)), "audio needs finite samples"),
         (image_url("file:///etc/hostname"), None),
+        (image_url("data:image/png,hello"), "a data: URL needs base64"),
         (image_url("http://127.0.0.1:9/picture.png"), "--allowed-media-domains; send a data: URL"),
         ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, None),
     ],
     ids=["not an image", "cut image", "large image", "audio as image", "no bytes of image",
          "no pixels", "text as image", "not audio", "no bytes of audio", "cut audio", "rate 0",
          "rate 2", "rate 2147483647", "no samples", "image as audio", "long audio", "NaN audio",
-         "file outside",
-         "another host", "video"],
+         "file outside", "data without base64", "another host", "video"],
 )  # fmt: skip
 def test_bad_media_is_the_clients_error(
     service: Service, content: dict[str, Any], sentence: str | None
@@ -326,6 +327,15 @@ def test_bad_media_is_the_clients_error(
     assert 400 <= error.value.status_code < 500, error.value.message
     assert sentence is None or sentence in error.value.message
     assert service.prompt_tokens(image(png())) > IMAGE_TOKENS
+
+
+def test_no_file_is_read_where_no_folder_was_named() -> None:
+    """The server above names one; vLLM answers 500 where none is."""
+    from vllm.multimodal.media import audio, connector  # noqa: F401  (what a server has imported)
+
+    plugin._register_media_answers()
+    with pytest.raises(ValueError, match="started without --allowed-local-media-path; send a data"):
+        connector.MediaConnector().fetch_image("file:///etc/hostname")
 
 
 def test_a_stream_that_the_client_closes_stops_its_request(service: Service) -> None:

@@ -131,3 +131,13 @@ def test_parameters_without_memory() -> None:
 
     with pytest.raises(CheckpointError, match=r"rounding \(--quantization\); .* store that format"):
         loading.load(nn.Linear(2, 2, device="meta"), [], {}, loading.Files(), False)
+
+
+def test_explain_knows_the_engines_expert_backends() -> None:
+    from typing import get_args
+
+    from vllm.config.kernel import MoEBackend
+
+    from inkling_portable.commands.explain import MOE_BACKENDS
+
+    assert set(get_args(MoEBackend)) <= set(MOE_BACKENDS)
