@@ -74,6 +74,9 @@ def run_suite(suite: Suite) -> Outcome:
     """Runs one suite, without standard input, and ends all it started when its time is up."""
     command = [word.replace("{python}", sys.executable) for word in suite.run]
     print(f"\n=== {suite.name}: {' '.join(command)}", flush=True)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell has what runs in the background ignore it, and children would inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     started = time.monotonic()
     with subprocess.Popen(
         command,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -22,3 +23,11 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs to be 1 or more; found {text}")
     return int(text)
+
+
+def new_file(text: str) -> str:
+    """The path of a file to be written, as the `type` of an option: its folder is there."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"needs a file in a folder that exists; found {text}")
+    return text

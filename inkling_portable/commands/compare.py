@@ -37,6 +37,8 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The metadata object and the tensors of a recording."""
     from safetensors import SafetensorError, safe_open
 
+    if path.is_dir():
+        raise RecordingError(f"{path} is a folder; name a file that `record` wrote")
     try:
         with safe_open(path, "pt") as file:
             metadata = (file.metadata() or {}).get("inkling_portable")

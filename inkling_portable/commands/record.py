@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from inkling_portable import __version__
+from inkling_portable.commands._options import new_file
 from inkling_portable.commands.verify import machine, parser, runnable
 from inkling_portable.registry import Offer, SelectionError
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     """Returns 0, or 2 for a request that cannot be met."""
     p = parser("record", __doc__)
-    p.add_argument("--out", required=True, metavar="FILE", help="the file to write")
+    p.add_argument("--out", type=new_file, required=True, metavar="FILE", help="the file to write")
     p.set_defaults(examples=3)
     options = p.parse_args(argv)
     try:

@@ -50,7 +50,11 @@ def main(argv: Sequence[str]) -> int:
             shard_mb=args.shard_mb,
             force=args.force,
         )
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        print(f"inkling-portable tiny: {args.dir} cannot be written ({error}); name a folder where "
+              "you may write", file=sys.stderr)  # fmt: skip
+        return 2
+    except ValueError as error:
         print(f"inkling-portable tiny: {error}", file=sys.stderr)
         return 2
     print(report)

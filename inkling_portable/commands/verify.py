@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from inkling_portable import code_objects
-from inkling_portable.commands._options import OptionParser, positive
+from inkling_portable.commands._options import OptionParser, new_file, positive
 from inkling_portable.registry import Facts, Offer, SelectionError, op_names, ordered_rows
 from inkling_portable.target import Target
 
@@ -87,7 +87,7 @@ def runnable(target: Target, ops: Sequence[str], provider: str | None, executed:
 def main(argv: list[str]) -> int:
     """Returns 0 if all agree, 1 if any does not, 2 for a request that cannot be met."""
     p = parser("verify", __doc__)
-    p.add_argument("--out", metavar="FILE", help="write what was found as JSON too")
+    p.add_argument("--out", type=new_file, metavar="FILE", help="write what was found as JSON too")
     options = p.parse_args(argv)
     try:
         target, device, counted = machine(options.device)

@@ -13,6 +13,8 @@ ELSEWHERE = [
     ["eval", "--limit", "-5"], ["eval", "--json", "no/such/folder/file.json"],
     ["demo", "--tokens", "0"], ["demo", "--keep", __file__],
     ["recipe", "single_node_tp", "--gpus", "0"], ["recipe", "nope"],
+    ["record", "--out", "no/such/folder/file"], ["verify", "--out", "no/such/folder/file"],
+    ["compare", ".", "."], ["tiny", f"{__file__}/model"],
     ["recipe", "single_node_tp", "--gpus", "3"], ["recipe", "multi_node_tp", "--nodes", "5"],
 ]  # fmt: skip
 

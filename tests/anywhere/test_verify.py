@@ -100,7 +100,7 @@ def test_compare_names_what_differs(
         (["verify", "rmsnorm"], "unknown op 'rmsnorm'"),
         (["verify", "--provider", "gluon"], "no op asked for is offered by 'gluon'"),
         (["compare", "missing-a", "missing-b"], "cannot be read"),
-        (["record", "rms_norm", "--out", "missing/folder/file"], "cannot be written"),
+        (["record", "rms_norm", "--out", "missing/folder/file"], "in a folder that exists"),
     ],
 )
 def test_bad_requests_are_sentences(
