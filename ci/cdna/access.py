@@ -10,7 +10,7 @@ import numpy as np
 
 from ci.cdna import integers
 from ci.cdna.machine import HANDLERS, LANES, Counters, Machine, handles
-from ci.cdna.parse import M0, CodeError, Instruction, Operand
+from ci.cdna.parse import M0, Instruction, Operand
 
 Array = np.ndarray[Any, Any]
 _BYTES = {"ubyte": 1, "sbyte": 1, "byte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4,
@@ -52,13 +52,6 @@ def _buffer(m: Machine, i: Instruction, operands: Sequence[Operand], width: int
     return base[:, None] + offset + more, m.mask & inside
 
 
-def _checked(m: Machine, act: Any, *arguments: Any) -> Any:
-    try:
-        return act(*arguments)
-    except CodeError as error:
-        raise m.fault(str(error)) from None
-
-
 def _owners(m: Machine, lanes: Array) -> tuple[Array, Array]:
     """(workgroup of this machine, wave) of each active lane."""
     waves = np.broadcast_to(np.arange(len(m.group))[m.waves, None], lanes.shape)[lanes]
@@ -68,7 +61,7 @@ def _owners(m: Machine, lanes: Array) -> tuple[Array, Array]:
 def _fetch(m: Machine, i: Instruction, addresses: Array, lanes: Array, width: int) -> Array:
     """uint8 [k, width] from global memory for the active lanes."""
     groups = m.first_group + _owners(m, lanes)[0]
-    return _checked(m, m.memory.read, addresses[lanes], width, groups, "sc1" in i.modifiers)
+    return m.checked(m.memory.read, addresses[lanes], width, groups, "sc1" in i.modifiers)
 
 
 def _words(m: Machine, lanes: Array, data: Array, width: int) -> Array:
@@ -122,7 +115,9 @@ def _transfer(m: Machine, i: Instruction) -> None:
         addresses, lanes = _addresses(m, i, rest, width)
         content = _content(m, data.index, width, found[4], lanes)
         groups = None if "sc1" in i.modifiers else m.first_group + _owners(m, lanes)[0]
-        _checked(m, m.memory.write, addresses[lanes], content, groups)
+        m.checked(m.memory.write, addresses[lanes], content, groups)
+        if groups is None:
+            m.published[m.waves] = m.vm.issued[m.waves]
 
 
 def _load_to_lds(m: Machine, i: Instruction, width: int) -> None:
@@ -134,7 +129,7 @@ def _load_to_lds(m: Machine, i: Instruction, width: int) -> None:
     data[lanes] = _fetch(m, i, addresses, lanes, width)
     active = m.mask
     groups, waves = _owners(m, active)
-    _checked(m, m.lds.write, groups, waves, place[active], data[active], m.vm.issued[waves])
+    m.checked(m.lds.write, groups, waves, place[active], data[active], m.vm.issued[waves])
 
 
 _LOADS = ("ubyte sbyte ushort sshort dword dwordx2 dwordx3 dwordx4 ubyte_d16 ubyte_d16_hi "
@@ -148,7 +143,12 @@ HANDLERS |= {f"global_load_lds_{size}": _transfer for size in ("dword", "dwordx3
 
 @handles("buffer_atomic_add", "global_atomic_add", "buffer_atomic_add_f32", "global_atomic_add_f32")
 def _atomic_add(m: Machine, i: Instruction) -> None:
-    """Lane after lane, in what all workgroups share; with sc0 the value before is returned."""
+    """Lane after lane, in what all workgroups share; with sc0 the value before is returned.
+
+    Others take it as word that what was stored for them has arrived.
+    """
+    if (m.published > m.vm.done)[np.isin(m.group, m.group[m.waves])].any():
+        raise m.fault("its workgroup's stores for others need s_waitcnt vmcnt(0) before it")
     back = "sc0" in i.modifiers
     names = i.operands
     if not i.name.startswith("buffer"):
@@ -160,7 +160,7 @@ def _atomic_add(m: Machine, i: Instruction) -> None:
     before = np.zeros((m.count, LANES), np.uint32)
     for wave, lane in zip(*np.nonzero(lanes), strict=True):
         place = addresses[wave, lane][None]
-        old = _checked(m, m.memory.read, place, 4, None)
+        old = m.checked(m.memory.read, place, 4, None)
         before[wave, lane] = old.view(np.uint32)[0, 0]
         new = old.view(kind) + values[wave, lane][None].view(kind)
         m.memory.write(place, new.view(np.uint8), None)
@@ -175,6 +175,9 @@ def _caches(m: Machine, i: Instruction) -> None:
     if "sc1" in i.modifiers:
         groups = m.first_group + m.group[m.waves]
         (m.memory.release if i.name == "buffer_wbl2" else m.memory.acquire)(groups)
+        if i.name == "buffer_wbl2":
+            m.vm.issued[m.waves] += 1
+            m.published[m.waves] = m.vm.issued[m.waves]
 
 
 _DS_BYTES = {"b8": 1, "u8": 1, "i8": 1, "b16": 2, "u16": 2, "i16": 2, "b32": 4, "b64": 8,
@@ -200,11 +203,11 @@ def _local(m: Machine, i: Instruction) -> None:
     if found[1] == "write":
         for number, place in enumerate(_places(m, i, 0, width, found[2])):
             data = _content(m, i.operands[1 + number].index, width, found[5], lanes)
-            _checked(m, m.lds.write, groups, waves, place[lanes], data)
+            m.checked(m.lds.write, groups, waves, place[lanes], data)
         return
     results = []
     for place in _places(m, i, 1, width, found[2]):
-        data = _checked(m, m.lds.read, groups, waves, place[lanes], width, m.vm.done)
+        data = m.checked(m.lds.read, groups, waves, place[lanes], width, m.vm.done)
         words = _words(m, lanes, data, width)
         results.append(_placed(m, to, words, width, found[3][0] == "i", found[4], found[5]))
     _receive(m, to, np.concatenate(results, axis=-1), m.ds)
@@ -223,7 +226,7 @@ def _add(m: Machine, i: Instruction) -> None:
     lanes = m.mask
     place, values = _places(m, i, 0, 4, None)[0], m.vector(i.operands[1].index)
     m.ds.issued[m.waves] += 1
-    _checked(m, m.lds.add, *_owners(m, lanes), place[lanes], values[lanes])
+    m.checked(m.lds.add, *_owners(m, lanes), place[lanes], values[lanes])
 
 
 @handles("ds_bpermute_b32", "ds_swizzle_b32")
@@ -258,10 +261,9 @@ def _transposed(m: Machine, i: Instruction) -> None:
     """
     if m.chip != "gfx950" or not m.mask.all():
         raise m.fault("needs gfx950 and all lanes active")
-    lanes = m.mask
-    place = _places(m, i, 1, 8, None)[0][lanes]
+    place = _places(m, i, 1, 8, None)[0].ravel()
     m.ds.issued[m.waves] += 1
-    data = _checked(m, m.lds.read, *_owners(m, lanes), place, 8, m.vm.done)
+    data = m.checked(m.lds.read, *_owners(m, m.mask), place, 8, m.vm.done)
     each = 4 if i.name.endswith("b16") else 8
     values = data.view(np.uint16 if each == 4 else np.uint8).reshape(m.count, 4, 16, each)
     lane = np.arange(16)

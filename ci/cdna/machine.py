@@ -79,6 +79,8 @@ class Machine:
         # LDS operations and scalar loads share lgkmcnt, and scalar loads return in any order.
         self.vm, self.ds = Counters(waves), Counters(waves)
         self.sm = Counters(waves, in_order=False)
+        # Each wave's last store or write-back for other workgroups, counted as `vm` counts.
+        self.published = np.zeros(waves, np.int64)
         self.loading: dict[tuple[str, int], tuple[Counters, Array]] = {}
         self.seen: Counter[str] = Counter()
         self.jumped = self.lenient = self.all_lanes = False
@@ -177,6 +179,13 @@ class Machine:
         if self.now is None:
             return CodeError(what)
         return CodeError(f"line {self.now.line}: {self.now.text!r}: {what}")
+
+    def checked(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        """What a call returns; its CodeError as a fault of the current instruction."""
+        try:
+            return act(*arguments)
+        except CodeError as error:
+            raise self.fault(str(error)) from None
 
     # EXEC and masks
 

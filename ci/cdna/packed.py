@@ -88,10 +88,9 @@ def _move(m: Machine, i: Instruction) -> None:
 @handles("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
 def _mixed(m: Machine, i: Instruction) -> None:
     """A fused multiply-add whose sources are float32, or where op_sel_hi says so float16."""
-    narrow = i.bits("op_sel_hi", 0, 3)
-    upper = i.bits("op_sel", 0, 3)
     values = []
-    for of, is_half, high in zip(i.operands[1:], narrow, upper, strict=True):
+    for of, is_half, high in zip(i.operands[1:], i.bits("op_sel_hi", 0, 3), i.bits("op_sel", 0, 3),
+                                 strict=True):  # fmt: skip
         if is_half:
             bits = np.ascontiguousarray(_half(m, of, high, "f16"))
             value = bits.view(np.float16).astype(np.float32)
@@ -134,6 +133,7 @@ def _operand(m: Machine, of: Operand, size: int, depth: int, kind: str) -> Array
     return ordered.transpose(0, 2, 1, 3).reshape(-1, size, depth)
 
 
+@np.errstate(all="ignore")
 def _matrix(m: Machine, i: Instruction) -> None:
     found = _MATRIX.match(i.name)
     assert found is not None
@@ -143,8 +143,7 @@ def _matrix(m: Machine, i: Instruction) -> None:
     to, first, second, start = i.operands
     a = _operand(m, first, rows, depth, found[4]).astype(np.float64)
     b = _operand(m, second, columns, depth, found[4]).astype(np.float64)
-    with np.errstate(all="ignore"):
-        product = a @ b.transpose(0, 2, 1)
+    product = a @ b.transpose(0, 2, 1)
     # A lane holds one column; its registers are rows in runs of four, lanes apart by the width.
     word = np.arange(to.count)[:, None]
     lane = np.arange(64)
@@ -155,16 +154,12 @@ def _matrix(m: Machine, i: Instruction) -> None:
         addend = np.stack([m.vector(start.index + w, _EVERY) for w in range(to.count)], axis=1)
     else:
         addend = np.full((1, to.count, 1), constant(start, "f32"), np.uint32)
-    with np.errstate(all="ignore"):
-        total = (spread + addend.view(np.float32)).astype(np.float32).view(np.uint32)
+    total = (spread + addend.view(np.float32)).astype(np.float32).view(np.uint32)
     for w in range(to.count):
         m.put_vector(to.index + w, total[:, w], np.ones((m.count, 64), bool))
 
 
-for _shape in ("16x16x16", "32x32x8", "16x16x32", "32x32x16"):
-    for _kind in ("bf16", "f16"):
-        HANDLERS[f"v_mfma_f32_{_shape}_{_kind}"] = _matrix
-for _shape in ("16x16x8", "32x32x4"):
-    HANDLERS[f"v_mfma_f32_{_shape}_xf32"] = _matrix
-for _shape in ("16x16x4", "32x32x2"):
-    HANDLERS[f"v_mfma_f32_{_shape}_f32"] = _matrix
+for _shapes, _kinds in (("16x16x16 32x32x8 16x16x32 32x32x16", "bf16 f16"),
+                        ("16x16x8 32x32x4", "xf32"), ("16x16x4 32x32x2", "f32")):  # fmt: skip
+    HANDLERS |= {f"v_mfma_f32_{shape}_{kind}": _matrix
+                 for shape in _shapes.split() for kind in _kinds.split()}  # fmt: skip

@@ -110,7 +110,7 @@ s_cmp_eq_u32 s2, 0
 s_cbranch_scc0 .Lreader
 buffer_store_dword v2, v1, s[4:7], 0 offen {scope}
 {release}
-s_waitcnt vmcnt(0)
+{stored}
 buffer_atomic_add v2, v4, s[4:7], 0 offen
 s_branch .Lend
 .Lreader:
@@ -124,8 +124,9 @@ buffer_store_dword v2, v1, s[4:7], 0 offen offset:256
 """
 
 
-def _passed(release: str = "", acquire: str = "", scope: str = "", fresh: str = "") -> np.ndarray:
-    body = PASS.format(release=release, acquire=acquire, scope=scope, fresh=fresh)
+def _passed(release: str = "", acquire: str = "", scope: str = "", fresh: str = "",
+            stored: str = "s_waitcnt vmcnt(0)") -> np.ndarray:  # fmt: skip
+    body = PASS.format(release=release, acquire=acquire, scope=scope, fresh=fresh, stored=stored)
     return execute(body, np.zeros(192, np.uint32), groups=2)[64:128]
 
 
@@ -136,6 +137,8 @@ def test_data_between_workgroups_needs_release_and_acquire() -> None:
             {"scope": "sc1", "fresh": "sc1"})  # fmt: skip
     for way in ways:
         assert (_passed(**way) == 7).all()
+        with pytest.raises(CodeError, match=r"stores for others need s_waitcnt vmcnt\(0\) before"):
+            _passed(**way, stored="s_nop 0")
     with pytest.raises(CodeError, match="workgroup 0 stored in the same launch and did not rele"):
         _passed(acquire="buffer_inv sc1")
     with pytest.raises(CodeError, match="did not release"):
@@ -144,6 +147,35 @@ def test_data_between_workgroups_needs_release_and_acquire() -> None:
         _passed(release="buffer_wbl2 sc1")
     with pytest.raises(CodeError, match="without an acquire at agent scope"):
         _passed(release="buffer_wbl2 sc1", acquire="buffer_inv sc0")
+
+
+def test_a_barrier_does_not_complete_the_stores_of_the_other_wave() -> None:
+    """Wave 1 stores past the caches, wave 0 counts: only wave 1 can wait for what it stored."""
+    code = "v_mov_b32_e32 v2, 7\nv_mov_b32_e32 v4, 0x200\nv_readfirstlane_b32 s8, v0\n" \
+           "s_cmp_eq_u32 s8, 0\ns_cbranch_scc1 .Lfirst\n" \
+           "buffer_store_dword v2, v1, s[4:7], 0 offen sc1\n{}\n.Lfirst:\ns_barrier\n" \
+           "s_cbranch_scc0 .Lend\nbuffer_atomic_add v2, v4, s[4:7], 0 offen\n.Lend:\n"  # fmt: skip
+    assert (
+        execute(code.format("s_waitcnt vmcnt(0)"), np.zeros(192, np.uint32), 2)[64:128] == 7
+    ).all()
+    with pytest.raises(CodeError, match="stores for others need s_waitcnt"):
+        execute(code.format("s_nop 0"), np.zeros(192, np.uint32), 2)
+
+
+@pytest.mark.parametrize(
+    "merge",
+    [
+        "s_or_b64 s[8:9], s[8:9], exec",
+        "s_andn2_b64 s[10:11], s[8:9], exec\ns_not_b64 s[8:9], s[10:11]",
+    ],
+)
+def test_a_mask_of_lanes_may_be_built_on_what_was_never_written(merge: str) -> None:
+    """Under EXEC only: of its other lanes nothing is known, as little as of a whole copy."""
+    code = f"s_mov_b64 exec, 0xff\n{merge}\ns_and_b64 s[8:9], s[8:9], exec\n" \
+           "s_mov_b64 exec, -1\nv_mov_b32_e32 v2, s8\n" + STORE  # fmt: skip
+    assert (execute(code, np.zeros(64, np.uint32)) == 0xFF).all()
+    with pytest.raises(CodeError, match="s8 is read before it is written"):
+        execute(code.replace("s[8:9], exec", "s[8:9], s[8:9]", 1), np.zeros(64, np.uint32))
 
 
 def test_workgroups_that_store_one_place_must_agree() -> None:
