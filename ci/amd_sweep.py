@@ -1,15 +1,16 @@
 """Execute every Triton kernel as gfx942 and gfx950 code in all its configurations, on two cores.
 
-    python -m ci.amd_sweep [--chips gfx942,gfx950] [--seeds 3] [--only TEXT] [--list]
+    python -m ci.amd_sweep [--chips gfx942,gfx950] [--seeds 3] [--only TEXT] [--list] [--record]
 
 Prints what broke its contract and every reported fault, the configurations that tuning picks for
 served shapes and no case reached, and the instructions that ran. The suite runs three seeds
-(tests/cdna/test_configurations.py); more are asked for here.
+(tests/cdna/test_configurations.py); more are asked for here, with `--drawn N` those of Hypothesis.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from inkling_portable.target import Target
 
 Configuration = tuple[str, tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]]
 SEEDS = (1, 2, 3)
+RECORD = Path(__file__).parents[1] / "docs" / "numerics" / "executed-tritons.json"
 # Constants that are widths of the model or counts of the step; of some only whether they are 0.
 _WIDTHS = {"H", "CHUNK", "W", "HQ", "HKV", "D", "DP", "D_REL", "RP", "EXT", "K", "GROUP", "E", "S",
            "TOP_K", "EP", "AP", "KP", "MEL", "LEVELS", "HEADS", "KV_HEADS", "WIDTH", "EXTENT",
@@ -194,9 +197,9 @@ def processes(count: int = 2) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(count, mp_context=get_context("spawn"))
 
 
-def results(wanted: list[tuple[str, str, int]]) -> Iterator[Result]:
-    """Results as they come."""
-    with processes() as pool:
+def results(wanted: list[tuple[str, str, int]], count: int) -> Iterator[Result]:
+    """Results of `count` processes as they come."""
+    with processes(count) as pool:
         for done in as_completed(start(pool, wanted).values()):
             yield done.result()
 
@@ -215,6 +218,36 @@ def coverage(executed: Counter[str]) -> str:
     return "\n".join([*lines, f"{len(HANDLERS)} instructions, {ran} of them run by kernels"])
 
 
+def record(version: str, chip: str, done: list[Result], into: Path = RECORD) -> None:
+    """Write what one run did on a chip, also of a run that was ended or did not ask for all."""
+    content = json.loads(into.read_text()) if into.exists() else {}
+    content.setdefault(version, {})[chip] = {
+        "cases": len(cases(chip)),
+        "executed": len({one.name for one in done}),
+        "configurations": len(set().union(*(one.configurations for one in done))),
+        "executions": len(done),
+        "faults": sorted(f"{one.name}: {fault}" for one in done for fault in one.faults),
+    }
+    into.write_text(json.dumps(dict(sorted(content.items())), indent=1) + "\n")
+
+
+def draw(chips: list[str], examples: int, only: str = "") -> int:
+    """Inputs that Hypothesis draws, for ops whose name holds a text; returns 1 for a fault."""
+    from ci.amd_drawn import drawn  # nothing else here needs Hypothesis
+
+    ops = [row.op for row in OFFERS if only in row.op]
+    failed = 0
+    for chip in chips:
+        for op in ops:
+            faults = drawn(op, chip, examples)
+            failed += bool(faults)
+            for fault in faults:
+                print(f"{chip}, {op}, drawn: {fault}", flush=True)
+    print(f"{len(ops)} ops on {len(chips)} chips, each on {examples} drawn inputs, {failed} with "
+          "faults")  # fmt: skip
+    return 1 if failed else 0
+
+
 def main(argv: list[str]) -> int:
     """Returns 1 where anything broke a contract, was reported, or was not reached."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -222,9 +255,14 @@ def main(argv: list[str]) -> int:
     p.add_argument("--seeds", type=int, default=len(SEEDS), help="inputs of each configuration")
     p.add_argument("--only", default="", help="cases whose name holds this text")
     p.add_argument("--coverage", action="store_true", help="print what tests every instruction")
+    p.add_argument("--drawn", type=int, help="inputs of each op by Hypothesis, in place of cases")
+    p.add_argument("--processes", type=int, default=2)
+    p.add_argument("--record", action="store_true", help=f"write {RECORD.name} of docs/numerics")
     p.add_argument("--list", action="store_true", help="print the cases and end")
     options = p.parse_args(argv)
     chips = options.chips.split(",")
+    if options.drawn:
+        return draw(chips, options.drawn, options.only)
     wanted = jobs(chips, tuple(range(1, options.seeds + 1)), options.only)
     if options.list:
         print("\n".join(f"{chip} {name} {seed}" for name, chip, seed in wanted))
@@ -232,9 +270,14 @@ def main(argv: list[str]) -> int:
     import triton
 
     seconds, failed = 0.0, 0
+    all_done: dict[str, list[Result]] = {chip: [] for chip in chips}
+    version = triton.__version__.partition("+")[0]
     reached: dict[str, set[Configuration]] = {chip: set() for chip in chips}
     instructions: Counter[str] = Counter()
-    for done in results(wanted):
+    for done in results(wanted, options.processes):
+        all_done[done.chip].append(done)
+        if options.record:
+            record(version, done.chip, all_done[done.chip])
         seconds += done.seconds
         failed += bool(done.faults)
         reached[done.chip] |= done.configurations

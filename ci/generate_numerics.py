@@ -1,7 +1,7 @@
 """Write docs/numerics.md: `python ci/generate_numerics.py`.
 
-Sources: the contracts, docs/numerics/agreement.json (`python -m ci.cdna_agreement`) and aiter.json
-(`python -m ci.aiter_executed`).
+Sources: the contracts, docs/numerics/agreement.json (`python -m ci.cdna_agreement`), aiter.json
+(`python -m ci.aiter_executed`) and executed-tritons.json (`python -m ci.execute_with`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from inkling_portable.registry import contract, op_names, table
 TARGET = Path(__file__).parents[1] / "docs" / "numerics.md"
 AGREEMENT = TARGET.parent / "numerics" / "agreement.json"
 AITER = TARGET.parent / "numerics" / "aiter.json"
+TRITONS = TARGET.parent / "numerics" / "executed-tritons.json"
 DEVICES = {"cpu": "CPU reference", "gfx942": "gfx942 executed", "gfx950": "gfx950 executed"}
 PAIRS = ("cpu - gfx942", "cpu - gfx950", "gfx942 - gfx950")
 HEAD = """# How far a kernel may be from its contract
@@ -46,6 +47,7 @@ def render() -> str:
             lines.append(f"| `{name}` | {output} | {kind.kind}{amount} | {kind.why} | {file} |")
     lines += agreement(json.loads(AGREEMENT.read_text()))
     lines += libraries(json.loads(AITER.read_text()))
+    lines += tritons(json.loads(TRITONS.read_text()))
     return HEAD + "\n".join(lines) + "\n"
 
 
@@ -64,6 +66,25 @@ def libraries(found: dict[str, Any]) -> list[str]:
             faults = "; ".join(result["faults"]) or "none"
             lines.append(f"| {version} | {chip} executed | {of['triton']} | {result['seeds']} | "
                          f"{kernels} | {faults} |")  # fmt: skip
+    return lines
+
+
+def tritons(found: dict[str, Any]) -> list[str]:
+    """What the code of other Tritons did on the executor."""
+    lines = [
+        "", "## Code of other Tritons, executed", "",
+        "By `python -m ci.execute_with VERSION --record`, for the Tritons that ROCm images carry: "
+        "each case is an op in one configuration that tuning picks, held to its contract; more "
+        "executions than cases are more seeds. The Triton that compiles in CI is not listed: the "
+        "suite executes all of its code, on three seeds, every time.", "",
+        "| Triton | chip | cases | executed | executions | configurations | faults |",
+        "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for version, chips in found.items():
+        for chip, of in chips.items():
+            numbers = (of["cases"], of["executed"], of["executions"], of["configurations"])
+            lines.append(f"| {version} | {chip} executed | {' | '.join(map(str, numbers))} | "
+                         f"{'; '.join(of['faults']).replace('|', '/') or 'none'} |")  # fmt: skip
     return lines
 
 
