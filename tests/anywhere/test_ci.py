@@ -195,7 +195,7 @@ def test_unknown_lane_names_the_lanes() -> None:
 def test_suites_are_there_and_their_shares_fit() -> None:
     """Each suite names what exists, and the CPU lane as a whole stays under its 90 minutes."""
     suites = run_suites.suites_of("cpu", (ROOT / "ci" / "suites.toml").read_text())
-    assert sum(suite.minutes for suite in suites) <= 88
+    assert sum(suite.minutes for suite in suites) < 90
     paths = [word for suite in suites for word in suite.run if word.startswith(("tests/", "ci/"))]
     assert "tests/anywhere" in paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
