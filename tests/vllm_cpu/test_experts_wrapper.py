@@ -145,7 +145,10 @@ def test_factors_of_gate_and_up_take_the_ops_form() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"ep": 4, "tp": 2}, "data-parallel ranks need vLLM.s own layer.; accepted would be engine"),
+        (
+            {"ep": 4, "tp": 2},
+            "data-parallel ranks need vLLM.s own layer.; accepted would be engine",
+        ),
         ({"lora": True}, "need lora False; found True"),
     ],
 )
