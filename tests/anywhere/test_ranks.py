@@ -234,7 +234,11 @@ def test_choices_that_differ_are_refused() -> None:
 
 def leave(rank: int, size: int, victim: int, how: str) -> Any:
     os.environ[voting.VARIABLE] = "1.5"
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"connected {rank}", "")
     if rank == victim:
+        # Not while others still connect to it, which is another error.
+        store.wait([f"connected {other}" for other in range(size)])
         if how == "dies":
             os._exit(1)
         time.sleep(3)
