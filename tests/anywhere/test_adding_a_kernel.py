@@ -146,7 +146,7 @@ def test_a_wrong_kernel_is_caught(tmp_path: Path) -> None:
 
 def test_a_machine_without_triton_is_refused_with_the_need(tmp_path: Path) -> None:
     write_example(tmp_path)
-    call = ["explain", "--target", "cuda:sm90/132"]
+    call = ["explain", "--target", "cuda:sm90/132+vllm=0.33.0"]
     [(status, output)] = python(tmp_path, RUN, ["worked_example", [call]], interpret=False)
     assert status == 0
     refusal = r"^ +rows +no +needs triton >=3.6, which is not installed"
