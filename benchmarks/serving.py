@@ -148,14 +148,18 @@ class Served:
         while self.llm.llm_engine.has_unfinished_requests():
             self.step()
 
-    def decode(self, batch: int, context: int) -> list[float]:
-        """Seconds of steps in which `batch` requests of `context` tokens decode."""
+    def settle(self, batch: int, context: int) -> None:
+        """Begin `batch` requests of `context` tokens; return when all decode, caches warm."""
         for _ in range(batch):
             self.add(context, self.behind)
         while self.step() < batch:
             continue
         for _ in range(WARM):
             self.step()
+
+    def decode(self, batch: int, context: int) -> list[float]:
+        """Seconds of steps in which `batch` requests of `context` tokens decode."""
+        self.settle(batch, context)
         times = []
         for _ in range(STEPS):
             began = time.perf_counter()
@@ -189,15 +193,11 @@ class Served:
 
     def profile(self, batch: int, context: int) -> dict[str, Any]:
         """Microseconds of a decode step by op, over ten steps; unknown kernels by name."""
+        import torch
         from torch.profiler import ProfilerActivity, profile
 
-        on_gpu = __import__("torch").cuda.is_available()
-        for _ in range(batch):
-            self.add(context, self.behind)
-        while self.step() < batch:
-            continue
-        for _ in range(WARM):
-            self.step()
+        on_gpu = torch.cuda.is_available()
+        self.settle(batch, context)
         kinds = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
         began = time.perf_counter()
         with profile(activities=kinds) as recorded:
