@@ -5,14 +5,15 @@
 
 portable-nano runs layer by layer on the references; at every op, both chips' code is executed on
 the very same inputs, and all are compared with the reference in float64. Then each chip generates
-on its own, where errors add up.
+on its own, where errors add up. What an H200 computed from these inputs is read from a recording
+(`ci/layer_recording.py`).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ci.cdna.launch import CHIPS, executing
+from ci.layer_recording import Recording
 from inkling_portable.agreement import output_names, run
 from inkling_portable.backends.triton import OFFERS
 from inkling_portable.numerics import Tolerance
@@ -30,6 +32,7 @@ from inkling_portable.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs" / "numerics" / "agreement.json"
+RECORDED = {"h200": ROOT / "docs" / "numerics" / "h200.safetensors"}
 NANO = ROOT / "inkling_portable" / "portable_nano"
 COMMAND = "python -m ci.cdna_agreement"
 # Where in portable-nano a layer of each kind is; the last one is a depth of its drafts.
@@ -70,8 +73,10 @@ def share(kind: Tolerance, got: Tensor, other: Tensor, baseline: Tensor, truth: 
 class Witness:
     """Resolved ops that compute by reference and, in a watched layer, compare the chips' code."""
 
-    def __init__(self, chips: Iterable[str], ops: Iterable[str]) -> None:
+    def __init__(self, chips: Iterable[str], ops: Iterable[str],
+                 recordings: Mapping[str, Recording]) -> None:  # fmt: skip
         self.chips, self.watched = tuple(chips), set(ops)
+        self.recordings = recordings
         self.layer = ""
         self.found: dict[tuple[str, str, str], dict[str, float]] = {}
 
@@ -92,6 +97,8 @@ class Witness:
         op = contract(name)
         truth = run(op.reference, op, arguments, torch.float64)
         outputs = {"cpu": run(op.reference, op, arguments)}
+        for device, recording in self.recordings.items():
+            outputs[device] = recording.outputs(name, arguments)
         for chip in self.chips:
             with executing(chip):
                 outputs[chip] = run(kernel(name), op, arguments)
@@ -121,11 +128,20 @@ def chunks(tokens: list[int]) -> list[list[int]]:
     return [tokens[i : i + CHUNK] for i in range(0, len(tokens), CHUNK)]
 
 
-def layers(chips: Iterable[str], ops: Iterable[str], length: int = PROMPT) -> list[dict[str, Any]]:
+def layers(chips: Iterable[str], ops: Iterable[str], length: int = PROMPT,
+           recordings: Mapping[str, Recording] | None = None) -> list[dict[str, Any]]:  # fmt: skip
     """One entry for each kind of layer, op and output: a prompt, and then one token alone."""
-    from tests.plain_inkling import PlainInkling
+    witness = Witness(chips, ops, recordings or {})
+    watch(witness, length)
+    order = {kind: i for i, kind in enumerate(KINDS.values())}
+    return [{"layer": layer, "op": op, "output": output, "shares": shares}
+            for (layer, op, output), shares in sorted(
+                witness.found.items(), key=lambda item: order[item[0][0]])]  # fmt: skip
 
-    witness = Witness(chips, ops)
+
+def watch(witness: Witness, length: int = PROMPT) -> None:
+    """Run portable-nano on a prompt, in chunks, and one token alone, with its drafts."""
+    from tests.plain_inkling import PlainInkling
 
     class Watched(PlainInkling):
         def block(self, name: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -145,26 +161,19 @@ def layers(chips: Iterable[str], ops: Iterable[str], length: int = PROMPT) -> li
             shifted = tokens[start + 1 + depth :][: len(rows)]
             steps.append(model.draft_hidden(depth, [0], rows, [shifted], [start]))
         hidden = torch.cat(steps)
-    order = {kind: i for i, kind in enumerate(KINDS.values())}
-    return [{"layer": layer, "op": op, "output": output, "shares": shares}
-            for (layer, op, output), shares in sorted(
-                witness.found.items(), key=lambda item: order[item[0][0]])]  # fmt: skip
 
 
-def generated(device: str, dtype: torch.dtype, count: int = GENERATED, length: int = PROMPT
-              ) -> tuple[list[int], Tensor]:  # fmt: skip
+def generated(ops: Any, dtype: torch.dtype, chip: str | None = None, count: int = GENERATED,
+              length: int = PROMPT) -> tuple[list[int], Tensor]:  # fmt: skip
     """Tokens that portable-nano says next, and the logits [count, valid ids] they were taken from.
 
-    device: "cpu" for the references, or a chip.
+    ops: functions of CPU tensors; chip: whose code Triton's kernels among them are executed as.
     """
     from tests.plain_inkling import PlainInkling
 
-    ops: Any = resolve(Target.parse("cpu"), Facts(), {})
-    if device != "cpu":
-        ops = SimpleNamespace(**{name: kernel(name) for name in op_names()})
     tokens: list[int] = []
     rows: list[Tensor] = []
-    with executing(device) if device != "cpu" else nullcontext():
+    with executing(chip) if chip else nullcontext():
         model = PlainInkling(NANO, ops, dtype, length=length + count)
         for part in chunks(prompt(length)):
             hidden = model.forward([0], [part])
@@ -177,12 +186,16 @@ def generated(device: str, dtype: torch.dtype, count: int = GENERATED, length: i
     return tokens, torch.stack(rows)
 
 
-def generation(chips: Iterable[str]) -> dict[str, Any]:
+def generation(chips: Iterable[str], recordings: Mapping[str, Recording]) -> dict[str, Any]:
     """Tokens and the largest distance of logits from float64's, by device."""
-    wanted, truth = generated("cpu", torch.float64)
+    reference = resolve(Target.parse("cpu"), Facts(), {})
+    kernels = SimpleNamespace(**{name: kernel(name) for name in op_names()})
+    wanted, truth = generated(reference, torch.float64)
     found: dict[str, Any] = {"float64": {"tokens": wanted}}
-    for device in ("cpu", *chips):
-        tokens, rows = generated(device, torch.bfloat16)
+    said = {"cpu": generated(reference, torch.bfloat16)}
+    said |= {device: (of.tokens, of.logits) for device, of in recordings.items()}
+    said |= {chip: generated(kernels, torch.bfloat16, chip) for chip in chips}
+    for device, (tokens, rows) in said.items():
         same = next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=True)) if a != b),
                     len(wanted))  # fmt: skip
         # Beyond the first other token the contexts differ, and so do the logits.
@@ -195,9 +208,13 @@ def main() -> int:
     """Write the file."""
     import triton
 
+    recordings = {name: Recording(file) for name, file in RECORDED.items()}
     content = {
         "command": COMMAND, "triton": triton.__version__, "prompt": PROMPT,
-        "layers": layers(CHIPS, op_names()), "generation": generation(CHIPS),
+        "recorded": {name: {"target": of.target, "chosen": of.chosen}
+                     for name, of in recordings.items()},
+        "layers": layers(CHIPS, op_names(), recordings=recordings),
+        "generation": generation(CHIPS, recordings),
     }  # fmt: skip
     FILE.parent.mkdir(parents=True, exist_ok=True)
     FILE.write_text(json.dumps(content, indent=1) + "\n")
