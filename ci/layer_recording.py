@@ -33,8 +33,8 @@ NANO = Facts(model="nano", hidden=128, heads=4, local_heads=4, kv_heads=2, local
 
 def digest(x: Tensor) -> str:
     """Of dtype, shape and bytes."""
-    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode() + flat.numpy().tobytes()).hexdigest()[:16]
+    flat = x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode() + flat).hexdigest()[:16]
 
 
 def call_key(op: str, arguments: dict[str, Any]) -> str:
@@ -146,5 +146,7 @@ class Recording:
 
 
 if __name__ == "__main__":
-    files = [Path(name) for name in sys.argv[2:]]
-    sys.exit({"inputs": keep_inputs, "play": play}[sys.argv[1]](*files))
+    if sys.argv[1] == "inputs":
+        keep_inputs(Path(sys.argv[2]))
+    else:
+        play(Path(sys.argv[2]), Path(sys.argv[3]))

@@ -253,6 +253,8 @@ def _register_media_answers() -> None:
     def with_sentence(load: Any) -> Any:
         @functools.wraps(load)
         def decode(*args: Any, **kwargs: Any) -> Any:
+            if load.__name__ == "load_bytes" and not args[-1]:
+                raise ValueError("media need a whole file; found no bytes; send it again")
             try:
                 return load(*args, **kwargs)
             except Exception as error:

@@ -36,7 +36,7 @@ RAISED = re.compile(r"^(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error
 
 
 class ServerError(Exception):
-    """A sentence on what the server did, with the end of its log."""
+    """A sentence on what the server did; where its log names no cause, with the log's end."""
 
 
 def vllm_command() -> str:
@@ -131,8 +131,9 @@ class Server:
         self.stop()
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last lines that the server printed."""
-        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
+        """The last lines that the server printed, apart from what stands before them."""
+        last = self.log_file.read_text(errors="replace").splitlines()[-lines:]
+        return "\n".join(f"  | {line}" for line in last)
 
     def first_error(self) -> str:
         """The first exception in the log, see `first_error`."""
@@ -160,10 +161,9 @@ class Server:
                 return seconds
             status = self.process.poll()
             if status is not None:
-                raise ServerError(
-                    f"the server ended with status {status} before it was ready"
-                    f"{self.first_error()}; the end of its log:\n{self.log_tail()}"
-                )
+                cause = self.first_error() or f"; the end of its log:\n{self.log_tail()}"
+                raise ServerError(f"the server ended with status {status} before it was ready"
+                                  f"{cause}")  # fmt: skip
             if seconds > limit_s:
                 raise ServerError(
                     f"the server was not ready after {limit_s:.0f} s; the end of its log:\n"

@@ -236,9 +236,9 @@ def main(argv: list[str]) -> int:
             with tempfile.TemporaryDirectory(prefix="inkling-demo-") as folder:
                 run(Path(folder), options.timeout, options.tokens)
     except (DemoError, ServerError) as error:
-        print(f"demo: {error}", file=sys.stderr)
+        print(f"inkling-portable demo: {error}", file=sys.stderr)
         return 1
     except Exception as error:  # The SDK raises many kinds; each is a failed step.
-        print(f"demo: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"inkling-portable demo: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0

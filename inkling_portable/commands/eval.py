@@ -105,7 +105,7 @@ class Client:
             page = isinstance(error, AttributeError)  # The SDK hands a web page over as text.
             found = "it answered with no list of them" if page else what_failed(error)
             raise EvalError(
-                f"eval needs an OpenAI-compatible server at {url}; asked for its models, {found}; "
+                f"needs an OpenAI-compatible server at {url}; asked for its models, {found}; "
                 f"start one there, or give the URL that one listens on"
             ) from error
         names = [entry.id for entry in served]
@@ -260,7 +260,7 @@ def served(target: str, options: argparse.Namespace) -> Iterator[str]:
     folder = Path(target)
     if not (folder / "config.json").exists():
         raise EvalError(
-            f"eval needs the URL of a server or a checkpoint folder; {target} is neither: it has "
+            f"needs the URL of a server or a checkpoint folder; {target} is neither: it has "
             f"no config.json"
         )
     import torch
@@ -369,8 +369,9 @@ def main(argv: list[str]) -> int:
     try:
         return run(options)
     except (EvalError, ServerError) as error:
-        print(f"eval: {error}", file=sys.stderr)
+        print(f"inkling-portable eval: {error}", file=sys.stderr)
         return 2
     except Exception as error:  # The SDK raises many kinds; each means that the server failed.
-        print(f"eval: {type(error).__name__}: {error}; see the server's log", file=sys.stderr)
+        said = f"{type(error).__name__}: {error}; see the server's log"
+        print(f"inkling-portable eval: {said}", file=sys.stderr)
         return 2

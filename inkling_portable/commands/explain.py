@@ -18,6 +18,7 @@ from inkling_portable.commands.fit import RELEASED
 from inkling_portable.commands.released_configs import released
 from inkling_portable.model.config import parse
 from inkling_portable.registry import (
+    KV_DTYPES,
     MODELS,
     Decision,
     Facts,
@@ -100,6 +101,9 @@ def facts_of(options: argparse.Namespace) -> Facts:
                 f"--tp {options.tp} does not divide the {count} {what} of the "
                 f"{options.model} model; use a divisor"
             )
+    if options.kv_cache_dtype not in KV_DTYPES:
+        raise SelectionError(f"--kv-cache-dtype needs to be {', '.join(KV_DTYPES[:-1])} or "
+                             f"{KV_DTYPES[-1]}; found {options.kv_cache_dtype}")  # fmt: skip
     return replace(
         base,
         weights=options.weights,
@@ -138,10 +142,13 @@ def drafts_that_pay(options: argparse.Namespace) -> list[str]:
         acceptance, measured = ([float(part) for part in parts if part] for parts in lists)
     except ValueError as error:
         raise SelectionError(f"--acceptance and --step-ms need numbers; {error}") from error
-    if measured:
-        return draft_costs.table(acceptance, measured, "step, ms")
     config = parse(released(RELEASED[options.model]))
     machine, depths = (config, options.weights, options.tp), config.require_mtp().num_depths
+    if len(acceptance) > depths:
+        raise SelectionError(f"--acceptance needs at most {depths} shares, one for each draft that "
+                             f"the model makes; found {len(acceptance)}")  # fmt: skip
+    if measured:
+        return draft_costs.table(acceptance, measured, "step, ms")
     costs = [draft_costs.step_bytes(*machine, options.context, k) for k in range(1 + depths)]
     return draft_costs.table(acceptance, [cost / 1e9 for cost in costs], "step, GB")
 

@@ -113,13 +113,17 @@ def write_tiny(
             f"the vocabulary needs 256 bytes and the special tokens, {low} to {high} ids; found "
             f"{vocab}; give a number in that range"
         )
+    depths = base.mtp_depths if mtp_depths is None else mtp_depths
+    if depths > tiny_presets.MOST_DEPTHS:
+        raise ValueError(f"Inkling has at most {tiny_presets.MOST_DEPTHS} MTP depths; found "
+                         f"{depths}; give 0 to {tiny_presets.MOST_DEPTHS}")  # fmt: skip
     raw = tiny_presets.config(
         base,
         vocab=vocab,
         layers=base.layers if layers is None else layers,
         dtype=dtype,
         towers=base.towers if towers is None else towers,
-        mtp_depths=base.mtp_depths if mtp_depths is None else mtp_depths,
+        mtp_depths=depths,
         overrides=overrides,
     )
     config = parse(raw)

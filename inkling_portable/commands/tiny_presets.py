@@ -41,6 +41,7 @@ ids. Places between are `<|unused_N|>` with N counted from there, so every valid
 RELEASED_BLOCK_START = 199_999
 SPECIAL_BLOCK = 59
 SMALLEST_VOCABULARY = 256 + SPECIAL_BLOCK
+MOST_DEPTHS = 8  # as many MTP depths as the released models have
 LARGEST_VOCABULARY = RELEASED_BLOCK_START + SPECIAL_BLOCK
 
 PAD_MULTIPLE = 64

@@ -45,6 +45,7 @@ def test_impossible_shares(acceptance: list[float]) -> None:
         (["--acceptance", "0.5", "--step-ms", "4,nan"], "above 0"),
         (["--acceptance", "0.5", "--step-ms=-4,5"], "above 0"),
         (["--acceptance", "0.5", "--context", "0"], "needs to be 1 or more"),
+        (["--acceptance", ",".join(["0.5"] * 9)], "at most 8 shares, one for each draft"),
         (["--acceptance", "0.5", "--json"], "leave --json out"),
         (["--step-ms", "4,5"], "give --acceptance"),
     ],
@@ -85,7 +86,7 @@ def test_bytes_of_a_step() -> None:
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--target", "h200", "--weights", "nvfp4", "--tp", "8", "--acceptance"]
-    assert explain.main([*given, "0.8,0.65,0.5,0.4,0.3,0.2,0.1,0.1,0.1"]) == 0
+    assert explain.main([*given, "0.8,0.65,0.5,0.4,0.3,0.2,0.1,0.1"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 1 + 9 + 1 and sum("best" in line for line in shown) == 1
     assert explain.main([*given, "0.8", "--step-ms", "4,x"]) == 2

@@ -305,6 +305,7 @@ def test_a_dead_url_is_one_sentence(
             threading.Thread(target=server, args=(listener,), daemon=True).start()
         assert command.main([url, "--timeout", "0.5"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    start = f"eval: eval needs an OpenAI-compatible server at {url}; asked for its models, {cause}"
+    start = (f"inkling-portable eval: needs an OpenAI-compatible server at {url}; asked for its "
+             f"models, {cause}")  # fmt: skip
     assert line.startswith(start), line
     assert line.endswith("; start one there, or give the URL that one listens on")

@@ -463,6 +463,7 @@ def test_force_replaces_a_checkpoint_and_nothing_else(tmp_path, capsys):
         (["--shard-mb", "0"], "0.0"),
         (["--shard-mb", "nan"], "nan"),
         (["--mtp-depths", "-1"], "num_nextn_predict_layers"),
+        (["--mtp-depths", "9"], "at most 8 MTP depths; found 9"),
         (["--colour", "red"], "--colour"),
     ],
 )

@@ -296,7 +296,7 @@ def float_wav(wave: np.ndarray) -> bytes:
         (image(png()[:200]), None),
         (image(png(picture(480, 480))), "at most 900 tokens; 480x480 pixels take 3660"),
         (image(wav(tone(800))), None),
-        (image(b""), None),
+        (image(b""), "media need a whole file; found no bytes"),
         (image(empty_png()), None),
         (image_url("data:text/plain;base64,bm8gcGljdHVyZQ=="), None),
         (audio(b"no sound"), None),
