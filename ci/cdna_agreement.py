@@ -32,7 +32,7 @@ from inkling_portable.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs" / "numerics" / "agreement.json"
-RECORDED = {"h200": ROOT / "docs" / "numerics" / "h200.safetensors"}
+RECORDED = {"h200": ROOT / "docs" / "numerics" / "h200.safetensors.xz"}
 NANO = ROOT / "inkling_portable" / "portable_nano"
 COMMAND = "python -m ci.cdna_agreement"
 # Where in portable-nano a layer of each kind is; the last one is a depth of its drafts.

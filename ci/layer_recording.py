@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,20 +46,21 @@ def call_key(op: str, arguments: dict[str, Any]) -> str:
 
 
 def save(file: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
-    """One safetensors file; every tensor has memory of its own in it."""
-    from safetensors.torch import save_file
+    """One safetensors file in xz; every tensor has memory of its own in it."""
+    from safetensors import torch as safetensors
 
     own = {name: x.clone().contiguous() for name, x in tensors.items()}
-    save_file(own, file, {"layer_recording": json.dumps(metadata)})
+    data = safetensors.save(own, {"layer_recording": json.dumps(metadata)})
+    file.write_bytes(lzma.compress(data))
 
 
 def load(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What `save` wrote."""
-    from safetensors import safe_open
+    from safetensors import torch as safetensors
 
-    with safe_open(file, "pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        return tensors, json.loads(opened.metadata()["layer_recording"])
+    data = lzma.decompress(file.read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return safetensors.load(data), json.loads(header["__metadata__"]["layer_recording"])
 
 
 def keep_inputs(file: Path) -> None:

@@ -1,13 +1,16 @@
 """docs/numerics.md: a part of what it shows is computed again."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from ci import cdna_agreement
+from ci import cdna_agreement, layer_recording
 from ci.cdna.launch import CHIPS
+from ci.layer_recording import Recording
 from inkling_portable.numerics import exact, within_twice_baseline
+from inkling_portable.registry import contract
 
 STORED = json.loads(cdna_agreement.FILE.read_text())
 KEYS = {(row["layer"], row["op"], row["output"]): row["shares"] for row in STORED["layers"]}
@@ -23,6 +26,7 @@ def test_everything_shown_is_within_its_bound() -> None:
     assert ops == {"qkvr_prep", "rel_attention", "conv_residual_norm", "gate_logits", "route",
                    "routed_experts", "sink_experts"}  # fmt: skip
     said = STORED["generation"]
+    assert set(said) == {"float64", "cpu", "h200", *CHIPS}
     assert len({tuple(of["tokens"]) for of in said.values()}) == 1
 
 
@@ -32,8 +36,25 @@ def test_a_part_of_the_table_is_computed_again() -> None:
     assert {row["layer"] for row in found} == set(cdna_agreement.KINDS.values())
     for row in found:
         stored = KEYS[row["layer"], row["op"], row["output"]]
-        assert row["shares"] == pytest.approx(stored, abs=0.5)
+        again = {name: stored[name] for name in row["shares"]}  # a GPU's part is only recorded
+        assert row["shares"] == pytest.approx(again, abs=0.5)
         assert all(value <= (2 if " - " in name else 1) for name, value in row["shares"].items())
+
+
+def test_a_recording_answers_only_the_inputs_it_was_made_with(tmp_path: Path) -> None:
+    """Of the recorded H200: its outputs keep their contract; other inputs are not answered."""
+    recording = Recording(cdna_agreement.RECORDED["h200"])
+    assert recording.target.startswith("cuda:sm90/132") and recording.calls
+    assert recording.tokens == STORED["generation"]["h200"]["tokens"]
+    op, x = contract("swiglu"), torch.arange(8.0).reshape(1, 8)
+    call = {"gate_up": x, "interleaved": True, "weight": None}
+    with pytest.raises(SystemExit, match="has no call of swiglu with these inputs"):
+        recording.outputs("swiglu", call)
+    key = layer_recording.call_key("swiglu", call)
+    made = {"target": "t", "chosen": {}, "calls": {key: ["one"]}, "tokens": [1]}
+    kept = {"one": op.reference(**call), "logits": x}
+    layer_recording.save(tmp_path / "file", kept, made)
+    assert Recording(tmp_path / "file").outputs("swiglu", call)[0].equal(kept["one"])
 
 
 def test_a_wrong_kernel_is_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
