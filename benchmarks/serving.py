@@ -1,7 +1,7 @@
 """Serving one rank of eight on one GPU: decode, prefill, drafts and throughput, by variant.
 
     python -m benchmarks.serving --all --out benchmarks/results/serving-h200.json
-    python -m benchmarks.serving --variant plugin [--cases decode,prefill,throughput,profile]
+    python -m benchmarks.serving --variant plugin [--cases decode,profile=1x8192,prefill=65536]
         [--drafts K] [--layers 66] [--weights nvfp4] [--out FILE]
     python -m benchmarks.serving --tiny --variant plugin    # tries the script itself, on a CPU
     python -m benchmarks.serving --all --dry-run            # what would run, and the floors
@@ -9,8 +9,9 @@
 Variants: the plugin, the engine's own model as shipped (off), and that model with its split
 heuristic enabled where it ships switched off (off-split). All layers, dummy weights, routers drawn
 after the start (`serving_rank.py`), vLLM's offline engine in this process, CUDA graphs. A step's
-time is the period of the engine's steps while all requests decode, the median of many. A rank alone
-exchanges nothing: the estimate for eight adds 132 exchanges, and says so.
+time is the period of the engine's steps while all requests decode, the median of many; a profile
+has such a period too, taken before. A rank alone exchanges nothing: the estimate for eight adds 132
+exchanges, and says so. The file is written anew after every case.
 """
 
 from __future__ import annotations
@@ -27,20 +28,27 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import serving_rank
 
 VARIANTS = ("plugin", "off", "off-split")
-CASES = ("decode", "prefill", "throughput", "profile")
-DECODE = ((1, 8192), (1, 65536), (1, 262144), (16, 2048), (64, 8192))
-PREFILL = (8192, 65536)
-THROUGHPUT = (64, 2048, 256)
-PROFILE = (1, 8192)
-TINY: dict[str, Any] = {"decode": ((1, 96), (4, 48)), "prefill": (64, 96), "profile": (1, 96),
-                        "throughput": (4, 48, 8)}  # fmt: skip
-STEPS, WARM, REPEATS = 40, 6, 5
+Sizes = tuple[int, ...]
+Case = tuple[str, Sizes]
+# Batch and context; tokens; requests, tokens in and tokens out.
+CASES: dict[str, tuple[Sizes, ...]] = {
+    "decode": ((1, 8192), (1, 65536), (1, 262144), (16, 2048), (64, 8192)),
+    "prefill": ((8192,), (65536,)),
+    "throughput": ((64, 2048, 256),),
+    "profile": ((1, 8192), (64, 8192)),
+}
+TINY: dict[str, tuple[Sizes, ...]] = {
+    "decode": ((1, 96), (4, 48)), "prefill": ((64,), (96,)), "throughput": ((4, 48, 8),),
+    "profile": ((1, 96),),
+}  # fmt: skip
+STEPS, WARM = 40, 6
 BEHIND = 1200
 """Tokens that a request may write: it decodes while others are still read, and is then timed."""
 EXCHANGES, EXCHANGE_US = 132, 8.0
@@ -78,7 +86,7 @@ def op_of(kernel: str) -> str:
 def enable_splits() -> None:
     """Have vLLM's own model split long contexts on Hopper, as it does on other chips."""
     from vllm.models.inkling.nvidia import attention
-    from vllm.models.inkling.nvidia.ops import fa4_rel_attention, fa4_warmup
+    from vllm.models.inkling.nvidia.ops import fa4_rel_attention
     from vllm.platforms import current_platform
 
     original = fa4_rel_attention.inkling_fa4_num_splits
@@ -97,8 +105,17 @@ def enable_splits() -> None:
         finally:
             fa4_rel_attention.current_platform = own
 
-    for module in (attention, fa4_rel_attention, fa4_warmup):
+    for module in (attention, fa4_rel_attention):
         module.inkling_fa4_num_splits = splits
+
+
+class Decoded(NamedTuple):
+    """Seconds of each step, tokens written in one, different last tokens of the requests."""
+
+    seconds: list[float]
+    tokens: float
+    distinct: int
+    profile: dict[str, Any] | None
 
 
 class Served:
@@ -140,9 +157,9 @@ class Served:
         prompt: Any = {"prompt_token_ids": ids}
         self.llm.llm_engine.add_request(str(self.count), prompt, params)
 
-    def step(self) -> int:
-        """One step of the engine; returns how many requests have a first token or more."""
-        return len(self.llm.llm_engine.step())
+    def step(self) -> list[Any]:
+        """One step of the engine: what it says of every request with a first token or more."""
+        return list(self.llm.llm_engine.step())
 
     def finish(self) -> None:
         while self.llm.llm_engine.has_unfinished_requests():
@@ -152,31 +169,35 @@ class Served:
         """Begin `batch` requests of `context` tokens; return when all decode, caches warm."""
         for _ in range(batch):
             self.add(context, self.behind)
-        while self.step() < batch:
+        while len(self.step()) < batch:
             continue
         for _ in range(WARM):
             self.step()
 
-    def decode(self, batch: int, context: int) -> list[float]:
-        """Seconds of steps in which `batch` requests of `context` tokens decode."""
+    def decode(self, batch: int, context: int, profiled: bool) -> Decoded:
+        """Steps in which `batch` requests of `context` tokens decode."""
         self.settle(batch, context)
-        times = []
+        times, written = [], []
         for _ in range(STEPS):
             began = time.perf_counter()
-            self.step()
+            found = self.step()
             times.append(time.perf_counter() - began)
+            written.append(sum(len(request.outputs[0].token_ids) for request in found))
+        last = {request.outputs[0].token_ids[-1] for request in found}
+        per_step = (written[-1] - written[0]) / (STEPS - 1)
+        profile = self.profile() if profiled else None
         self.abort()
-        return times
+        return Decoded(times, per_step, len(last), profile)
 
     def abort(self) -> None:
         engine = self.llm.llm_engine
         engine.abort_request([str(i) for i in range(1, self.count + 1)], internal=False)
         self.finish()
 
-    def prefill(self, length: int) -> list[float]:
+    def prefill(self, length: int, repeats: int) -> list[float]:
         """Seconds until the first token of a prompt."""
         times = []
-        for _ in range(REPEATS + 1):
+        for _ in range(repeats + 1):
             began = time.perf_counter()
             self.add(length, 1)
             self.finish()
@@ -191,37 +212,72 @@ class Served:
         self.finish()
         return batch * tokens / (time.perf_counter() - began)
 
-    def profile(self, batch: int, context: int) -> dict[str, Any]:
-        """Microseconds of a decode step by op, over ten steps; unknown kernels by name."""
+    def experts(self) -> list[int]:
+        """How many experts 64 rows of a prompt choose, by layer; few were routing not spread."""
+        self.llm.apply_model(serving_rank.watch_routers)
+        self.add(self.behind if self.behind < 512 else 512, 1)
+        self.finish()
+        found: list[int] = self.llm.apply_model(serving_rank.chosen_experts)[0]
+        return found
+
+    def profile(self) -> dict[str, Any]:
+        """Microseconds of the next ten steps by op, and by kernel; unknown kernels by name."""
         import torch
         from torch.profiler import ProfilerActivity, profile
 
         on_gpu = torch.cuda.is_available()
-        self.settle(batch, context)
+        wait = torch.cuda.synchronize if on_gpu else lambda: None
+        wait()
         kinds = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
-        began = time.perf_counter()
         with profile(activities=kinds) as recorded:
             for _ in range(10):
                 self.step()
-        period = (time.perf_counter() - began) / 10
-        self.abort()
+            wait()
         field = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         ops: Counter[str] = Counter()
-        unknown: Counter[str] = Counter()
+        kernels: Counter[str] = Counter()
+        calls: Counter[str] = Counter()
         for event in recorded.key_averages():
             us = float(getattr(event, field)) / 10
             ops[op_of(event.key)] += us
-            if op_of(event.key) == "unknown":
-                unknown[event.key[:90]] += us
+            kernels[event.key[:90]] += us
+            calls[event.key[:90]] += event.count
         known = ops.total() - ops["unknown"]
         return {
             "us": {name: round(us, 1) for name, us in ops.most_common()},
+            "sum us": round(ops.total(), 1),
             "named share": round(known / max(ops.total(), 1e-9), 4),
-            "unknown": dict(unknown.most_common(8)), "period us, profiled": round(period * 1e6, 1),
+            "kernels": {name: [round(us, 1), calls[name] / 10, op_of(name)]
+                        for name, us in kernels.most_common(40)},
         }  # fmt: skip
 
 
 # --- what runs ------------------------------------------------------------------------------------
+
+
+def text(sizes: Sizes) -> str:
+    return " x ".join(map(str, sizes))
+
+
+def name_of(kind: str, sizes: Sizes) -> str:
+    return f"{kind} {text(sizes)}"
+
+
+def cases(asked: str, known: Mapping[str, tuple[Sizes, ...]]) -> list[Case]:
+    """The cases that "decode,profile=1x8192" stands for, in its order; a bare kind is all of it.
+
+    Raises SystemExit with a sentence for anything else.
+    """
+    found: list[Case] = []
+    for part in asked.split(","):
+        kind, _, sizes = part.partition("=")
+        if kind not in known or not re.fullmatch(r"(\d+(x\d+)*)?", sizes):
+            raise SystemExit(
+                f"--cases takes {', '.join(known)}, each alone or as decode=1x8192; found {part}"
+            )
+        own = tuple(int(size) for size in sizes.split("x")) if sizes else ()
+        found += [(kind, own)] if own else [(kind, usual) for usual in known[kind]]
+    return found
 
 
 def row(case: str, seconds: list[float], floor_us: float, tp: int) -> dict[str, Any]:
@@ -235,63 +291,66 @@ def row(case: str, seconds: list[float], floor_us: float, tp: int) -> dict[str, 
     return found
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One variant: all of its cases, in this process."""
-    sizes = TINY if options.tiny else {"decode": DECODE, "prefill": PREFILL, "profile": PROFILE,
-                                       "throughput": THROUGHPUT}  # fmt: skip
+def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """One variant: all of its cases, in this process; `save` is given what is known, each time."""
     config = serving_rank.tiny_config() if options.tiny else serving_rank.rank_config(
         options.model, options.tp, options.layers, options.weights
     )  # fmt: skip
     weights = "bf16" if options.tiny else options.weights
-    longest = 512 if options.tiny else max(c for _, c in DECODE) + BEHIND
+    plan = cases(options.cases, TINY if options.tiny else CASES)
+    longest = 512 if options.tiny else max(sizes[-1 if kind != "throughput" else 1]
+                                           for kind, sizes in plan) + BEHIND  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="inkling-serving-") as scratch:
         described = serving_rank.write(Path(scratch) / "rank", config)
-        plan = {case: sizes[case] for case in options.cases}
-        floor = {
-            (batch, context): serving_rank.floors_us(
-                described, weights, batch, context, options.bandwidth
-            )
-            for batch, context in (*sizes["decode"], sizes["profile"])
-        }
+
+        def floors(batch: int, context: int) -> dict[str, float]:
+            return serving_rank.floors_us(described, weights, batch, context, options.bandwidth)
+
         if options.dry_run:
-            totals = {f"{b} x {c}": round(sum(f.values()) / 1e3, 3) for (b, c), f in floor.items()}
-            return {"variant": options.variant, "drafts": options.drafts, "plan": plan,
-                    "floors ms": totals}  # fmt: skip
+            totals = {name_of(kind, sizes): round(sum(floors(*sizes).values()) / 1e3, 3)
+                      for kind, sizes in plan if kind == "decode"}  # fmt: skip
+            return {"variant": options.variant, "drafts": options.drafts,
+                    "plan": [name_of(*case) for case in plan], "floors ms": totals}  # fmt: skip
         if options.variant == "off-split":
             enable_splits()
         served = Served(Path(scratch) / "rank", options, longest)
         model = served.llm.apply_model(lambda model: type(model).__module__)[0]
         if ("inkling_portable" in model) != (options.variant == "plugin"):
             raise SystemExit(f"{options.variant} was to be measured; {model} serves")
+        compilation = served.llm.llm_engine.vllm_config.compilation_config
         rows: list[dict[str, Any]] = []
         found: dict[str, Any] = {
-            "variant": options.variant, "drafts": options.drafts, "serves": model,
-            "start s": round(served.start_s, 1), "routers drawn": served.routers, "rows": rows,
+            "variant": options.variant, "asked": options.ask, "drafts": options.drafts,
+            "serves": model, "start s": round(served.start_s, 1),
+            "graphs": str(compilation.cudagraph_mode), "routers drawn": served.routers,
+            "rows": rows,
         }  # fmt: skip
+        print(json.dumps(found), flush=True)
+        save(found)
         tp = 1 if options.tiny else options.tp
-        for batch, context in plan.get("decode", ()):
-            times = served.decode(batch, context)
-            name = f"decode {batch} x {context}"
-            rows.append(row(name, times, sum(floor[batch, context].values()), tp))
+        for kind, sizes in plan:
+            if kind in ("decode", "profile"):
+                floor = floors(*sizes)
+                done = served.decode(*sizes, profiled=kind == "profile")
+                rows.append(row(f"decode {text(sizes)}", done.seconds, sum(floor.values()), tp))
+                rows[-1] |= {"tokens a step": round(done.tokens, 2), "distinct": done.distinct}
+                if done.profile:
+                    done.profile["floors us"] = {n: round(us, 1) for n, us in floor.items()}
+                    rows[-1]["profile"] = done.profile
+            elif kind == "prefill":
+                # Every weight once; what the rows compute is not in it.
+                times = served.prefill(*sizes, repeats=options.repeats)
+                rows.append(
+                    row(f"prefill {text(sizes)}", times, sum(floors(*sizes, 0).values()), tp)
+                )
+            else:
+                served.throughput(*sizes)
+                rates = [served.throughput(*sizes) for _ in range(options.repeats)]
+                rows.append({"case": f"throughput {text(sizes)}", "samples": options.repeats,
+                             "tokens/s": round(statistics.median(rates), 1)})  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
-        for length in plan.get("prefill", ()):
-            # Every weight once; what the rows compute is not in it.
-            bytes_us = serving_rank.floors_us(described, weights, length, 0, options.bandwidth)
-            times = served.prefill(length)
-            rows.append(row(f"prefill {length}", times, sum(bytes_us.values()), tp))
-            print(json.dumps(rows[-1]), flush=True)
-        if "throughput" in plan:
-            batch, length, tokens = plan["throughput"]
-            served.throughput(batch, length, tokens)
-            rates = [served.throughput(batch, length, tokens) for _ in range(REPEATS)]
-            rows.append({"case": f"throughput {batch} x {length}/{tokens}", "samples": REPEATS,
-                         "tokens/s": round(statistics.median(rates), 1)})  # fmt: skip
-            print(json.dumps(rows[-1]), flush=True)
-        if "profile" in plan:
-            found["profile"] = served.profile(*sizes["profile"])
-            parts = floor[sizes["profile"]]
-            found["profile"]["floors us"] = {name: round(us, 1) for name, us in parts.items()}
-            print(json.dumps(found["profile"]), flush=True)
+            save(found)
+        found["experts that 64 rows choose"] = served.experts()
         return found
 
 
@@ -321,7 +380,7 @@ def run_all(argv: list[str], options: argparse.Namespace) -> int:
     failed = []
     for variant, drafts in passes(options):
         more = ["--variant", variant, "--drafts", str(drafts)]
-        if drafts and options.cases == list(CASES):
+        if drafts and options.cases == ",".join(CASES):
             more += ["--cases", "decode,throughput"]
         print(f"=== {variant}" + (f", {drafts} drafts" if drafts else ""), flush=True)
         own = [text for text in argv if text != "--all"]
@@ -336,7 +395,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every variant in turn")
     parser.add_argument("--variant", choices=VARIANTS, default="plugin")
-    parser.add_argument("--cases", default=",".join(CASES), type=lambda text: text.split(","))
+    parser.add_argument("--cases", default=",".join(CASES), metavar="KIND[=SIZES],...")
+    parser.add_argument("--repeats", type=int, default=5, help="of prefill and throughput")
+    parser.add_argument("--ask", default="", metavar="OP=PROVIDER,...", help="of the plugin")
     parser.add_argument("--drafts", type=int, default=0, metavar="K")
     parser.add_argument("--all-drafts", default="1,2,3,4,5,6,7,8", metavar="K,...",
                         type=lambda text: [int(k) for k in text.split(",") if k])  # fmt: skip
@@ -350,22 +411,27 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="say what would run")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
-    if unknown := set(options.cases) - set(CASES):
-        parser.error(f"--cases knows {', '.join(CASES)}; found {', '.join(unknown)}")
+    cases(options.cases, CASES)
     if options.all:
         return run_all(argv, options)
     # Read when the engine is imported.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ["INKLING_PORTABLE"] = "" if options.variant == "plugin" else "off"
-    found = measure(options)
+    os.environ["INKLING_PORTABLE"] = options.ask if options.variant == "plugin" else "off"
+    report: dict[str, Any] = {"environment": None, "results": []}
+    if options.out and options.out.exists():
+        report = json.loads(options.out.read_text())
+    before = list(report["results"])
+
+    def save(found: dict[str, Any]) -> None:
+        if options.out and not options.dry_run:
+            report["environment"] = report["environment"] or about()
+            report["results"] = [*before, found]
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+    found = measure(options, save)
+    save(found)
     print(json.dumps(found), flush=True)
-    if options.out and not options.dry_run:
-        report = {"environment": about(), "results": []}
-        if options.out.exists():
-            report = json.loads(options.out.read_text())
-        report["results"].append(found)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

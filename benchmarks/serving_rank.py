@@ -87,6 +87,31 @@ def draw_routers(model: torch.nn.Module) -> int:
     return found
 
 
+def watch_routers(model: torch.nn.Module) -> None:
+    """Note in every router of a served model, ours or the engine's, what the next rows choose."""
+
+    def watched(route: Any, gate: Any) -> Any:
+        def noting(*given: Any) -> Any:
+            found = route(*given)
+            if found[1].shape[0] >= 64:
+                gate.chosen = found[1][:64].unique().numel()
+            return found
+
+        return noting
+
+    for module in model.modules():
+        gate: Any = getattr(module, "gate", module)
+        # Ours routes in the layer, the engine's in its gate.
+        for name in ("_route", "select_experts"):
+            if hasattr(module, name) and hasattr(gate, "global_scale"):
+                setattr(module, name, watched(getattr(module, name), gate))
+
+
+def chosen_experts(model: torch.nn.Module) -> list[int]:
+    """What `watch_routers` noted, layer by layer. The engine's count has its always-active ones."""
+    return [module.chosen for module in model.modules() if hasattr(module, "chosen")]
+
+
 def floors_us(
     config: InklingConfig, weights: str, batch: int, context: int, bandwidth: float
 ) -> dict[str, float]:
