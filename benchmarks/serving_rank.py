@@ -24,8 +24,8 @@ SPLIT = ("num_attention_heads", "num_key_value_heads", "swa_num_attention_heads"
 NVFP4 = {
     "quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": None, "group_size": 16,
     "producer": {"name": "modelopt", "version": "0.30"},
-    "ignore": ["*attn*", "*shared_experts*", "*gate*", "lm_head", "*embed*", "*unembed*",
-               "model.layers.0.mlp*", "model.layers.1.mlp*", "*sconv*"],
+    "ignore": ["*attn*", "*shared_experts*", "lm_head", "*embed*", "*unembed*",
+               *(f"model.layers.{i}.mlp*" for i in range(3)), "*sconv*"],
 }  # fmt: skip
 
 

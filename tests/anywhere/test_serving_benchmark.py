@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks import serving, serving_rank
 from inkling_portable.commands.released_configs import released
 from inkling_portable.model.config import parse
+from inkling_portable.model.weight_format import read_block
 from inkling_portable.registry import MODELS
 
 KERNELS = Path(__file__).parents[2] / "inkling_portable" / "backends"
@@ -67,6 +68,38 @@ def test_routers_choose_evenly() -> None:
     assert serving_rank.draw_routers(nn.Linear(4, 4)) == 0
 
 
+def test_the_released_number_formats() -> None:
+    """Of 66 layers two have no experts, and a quantised release keeps those of the third."""
+    block = read_block(serving_rank.NVFP4)
+    assert [layer for layer in range(2, 66) if block.experts_format(layer, 256, ()) != "nvfp4"] == [
+        2
+    ]
+
+
+def test_choices_are_counted_in_either_model() -> None:
+    ids = torch.arange(70)[:, None] % torch.tensor([5, 7])
+
+    class Gate(nn.Module):
+        global_scale = 1.0
+
+        def select_experts(self, rows: int) -> tuple[None, torch.Tensor]:
+            return None, ids[:rows]
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = Gate()
+
+        def _route(self, rows: int) -> tuple[None, torch.Tensor]:
+            return self.gate.select_experts(rows)
+
+    for model, route in ((Gate(), "select_experts"), (Layer(), "_route")):
+        serving_rank.watch_routers(model)
+        for rows in (70, 3):  # a few rows say nothing
+            getattr(model, route)(rows)
+        assert serving_rank.chosen_experts(model) == [7]
+
+
 def test_every_kernel_of_ours_belongs_to_an_op() -> None:
     names = set()
     pattern = r"@(?:triton|gluon)\.jit[^\n]*\ndef (\w*kernel|attend_\w+|combine_split|join_spans)\("
@@ -87,8 +120,12 @@ def test_the_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, "")  # set by the script
     assert serving.main(["--dry-run", "--variant", "off", "--cases", "decode"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["plan"] == {"decode": [[1, 8192], [1, 65536], [1, 262144], [16, 2048], [64, 8192]]}
-    assert 1.3 < said["floors ms"]["1 x 8192"] < 1.6
+    usual = ["1 x 8192", "1 x 65536", "1 x 262144", "16 x 2048", "64 x 8192"]
+    assert said["plan"] == [f"decode {sizes}" for sizes in usual]
+    assert 1.3 < said["floors ms"]["decode 1 x 8192"] < 1.6
+    assert serving.cases("profile=2x9,throughput,prefill=7", serving.TINY) == [
+        ("profile", (2, 9)), ("throughput", (4, 48, 8)), ("prefill", (7,)),
+    ]  # fmt: skip
     with pytest.raises(SystemExit):
         serving.main(["--cases", "decoding"])
     options = type("Options", (), {"all_drafts": [1, 8]})
