@@ -58,18 +58,26 @@ def disagreements(
     contract: Op, function: Callable[..., Any], arguments: dict[str, Any], device: str | None = None
 ) -> list[str]:
     """Sentences, one for each output of `function` that breaks the contract on these arguments."""
+    return held(contract, function, arguments, device)[0]
+
+
+def held(
+    contract: Op, function: Callable[..., Any], arguments: dict[str, Any], device: str | None = None
+) -> tuple[list[str], float]:
+    """`disagreements`, and the largest error as a part of what it may be."""
     import torch
 
     truth = run(contract.reference, contract, arguments, torch.float64)
     baseline = run(contract.reference, contract, arguments)
     got = run(function, contract, arguments, device=device)
     if len(got) != len(truth):
-        return [f"{contract.name}: {len(got)} outputs where the contract has {len(truth)}"]
+        return [f"{contract.name}: {len(got)} outputs where the contract has {len(truth)}"], 0.0
     tolerances = contract.tolerances_of(len(got))
     names = output_names(contract, len(got))
-    reports = []
+    reports, share = [], 0.0
     for name, tolerance, g, b, t in zip(names, tolerances, got, baseline, truth, strict=True):
-        reason = tolerance.check(g, b, t)
-        if reason:
+        if reason := tolerance.check(g, b, t):
             reports.append(f"{contract.name}.{name}: {reason}")
-    return reports
+        else:
+            share = max(share, tolerance.share(g, b, t))
+    return reports, share

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -16,10 +16,12 @@ def compiled_ahead(threads: int) -> Iterator[None]:
     """
     from concurrent.futures import ThreadPoolExecutor
 
+    import torch
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
     launch, seen = JITFunction.run, set[tuple[Any, ...]]()
+    kernels, device = list[Any](), torch.cuda.current_device()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if not self.fn.__module__.startswith("inkling_portable."):
@@ -27,13 +29,21 @@ def compiled_ahead(threads: int) -> Iterator[None]:
         kind = (id(self), *map(_kind, args), *((k, _kind(v)) for k, v in kwargs.items()))
         if kind not in seen:  # Triton would look at every one of them at length
             seen.add(kind)
-            launch(self, *args, grid=grid, warmup=True, **kwargs)
+            kernels.append(launch(self, *args, grid=grid, warmup=True, **kwargs))
         return None
+
+    def load(kernel: Any) -> None:
+        # What Triton does before a first launch: it builds a C stub for each signature by gcc.
+        with suppress(Exception):  # a launch does it again, and says what is wrong
+            torch.cuda.set_device(device)
+            getattr(kernel, "result", lambda: kernel)()._init_handles()
 
     JITFunction.run = compile_only
     try:
-        with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool):
-            yield
+        with ThreadPoolExecutor(threads) as pool:
+            with AsyncCompileMode(pool):
+                yield
+            list(pool.map(load, kernels))
     finally:
         JITFunction.run = launch
 

@@ -59,8 +59,8 @@ class Outcome:
         return "self-test: " + "; ".join(parts) + f"; {self.seconds:.1f} s"
 
 
-def switched_off() -> bool:
-    return os.environ.get(VARIABLE, "").strip().lower() in ("off", "0", "false")
+def switched_off(variable: str = VARIABLE) -> bool:
+    return os.environ.get(variable, "").strip().lower() in ("off", "0", "false")
 
 
 @functools.cache

@@ -57,11 +57,11 @@ class SinkExperts(nn.Module):
         self.w2_weight = nn.Parameter(
             torch.empty(text.num_sinks, text.hidden_size, width), requires_grad=False
         )
-        self.op = settings.ops().sink_experts
+        self.ops = settings.ops()
 
     def forward(self, x: Tensor, gammas: Tensor) -> Tensor:
         """x [T, H], gammas [T, S] -> this rank's partial sum [T, H]."""
-        return self.op(x, self.w13_weight, self.w2_weight, gammas)
+        return self.ops.sink_experts(x, self.w13_weight, self.w2_weight, gammas)
 
 
 class SinkLinears(nn.Module):
@@ -176,7 +176,7 @@ class OwnExperts(nn.Module):
         self.split = 1 if facts.ep > 1 else settings.tp
         self.rank = 0 if facts.ep > 1 else settings.rank
         self.format, self.layout = format, layout
-        self.op = settings.expert_ops(format).routed_experts
+        self.ops = settings.expert_ops(format)
         self.routed_experts = OwnWeights(
             text.hidden_size, text.expert_width // self.split, self.local, layout
         )
@@ -193,7 +193,7 @@ class OwnExperts(nn.Module):
                   for w in ("w13", "w2"))  # fmt: skip
         # The op leaves out experts of other ranks, whose ids lie outside the local ones.
         ids = ids - self.first if self.first else ids
-        return self.op(
+        return self.ops.routed_experts(
             x, ids, weights, own.w13_weight, own.w2_weight, *scales, self.format, "bf16", True
         )
 

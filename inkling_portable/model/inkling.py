@@ -61,6 +61,8 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp(settings, quant_config, f"{prefix}.mlp")
         self.attn_sconv = BranchEnd(settings, self.conv_state, ATTENTION)
         self.mlp_sconv = BranchEnd(settings, self.conv_state, MLP)
+        kind = "local" if geometry.window else "global"
+        self.name = f"{prefix} ({kind}, {'dense' if dense else 'sparse'})"
 
     def forward(
         self, normed: Tensor, residual: Tensor, positions: Tensor, next_norm: Tensor | None
@@ -160,15 +162,15 @@ class InklingModel(nn.Module):
                 layer.attn_sconv(layer.attn(rows, positions), None, rows, layer.mlp_norm.weight)
                 layer.mlp_sconv(rows, second, rows, None if norm is None else norm.weight)
 
-            return Call(run, (layer.attn, layer.conv_state))
+            return Call(run, (layer.attn, layer.conv_state), name=layer.name)
 
         def enter(ids: Tensor, positions: Tensor, rows: Tensor) -> None:
             first = self.embed_input_ids(ids) if self.first else rows
             self.ops.rms_norm(first, self._stage[0][0].attn_norm.weight, self.eps, None)
 
         calls = [Call(enter), *(branches(*kind) for kind in kinds.values())]
-        for mlp in {type(layer.mlp): layer.mlp for layer, _ in self._stage}.values():
-            calls += mlp.warm_up_calls()
+        for layer in {type(layer.mlp): layer for layer, _ in self._stage}.values():
+            calls += [dataclasses.replace(c, name=layer.name) for c in layer.mlp.warm_up_calls()]
         return calls
 
 

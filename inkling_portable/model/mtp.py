@@ -121,7 +121,8 @@ class Depths(nn.Module):
                 self(ids, positions, rows, None, step)
                 self(ids, positions, rows, self.embed_input_ids(ids), step)
 
-            return Call(run, (blocks[step].attn, blocks[step].conv_state))
+            block = blocks[step]
+            return Call(run, (block.attn, block.conv_state), name=block.name)
 
         return [draft(step) for step in kinds.values()]
 

@@ -27,6 +27,7 @@ from inkling_portable.model.engine import (
     on_accelerator,
     set_forward_context,
 )
+from inkling_portable.model.self_check import LEAST_PAGES, check
 from inkling_portable.model.short_conv import ConvMetadata, ConvState
 from inkling_portable.model.warm_up_steps import (
     Bounds,
@@ -49,17 +50,23 @@ def bounds_of(vllm_config: VllmConfig) -> Bounds:
 
 
 def when_bound(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Run `warm_up(model)` when the engine has bound the last of its caches; nothing on a CPU."""
+    """Run `warm_up(model)`, and the self-check once, when the engine has bound the last of its
+    caches; nothing on a CPU."""
     if not on_accelerator():
         return
     caches = [module for module in model.modules() if isinstance(module, CacheLayer)]
-    done: set[tuple[Any, ...]] = set()
+    done: set[Any] = set()
 
     def bound() -> None:
         layout = tuple((c.kv_cache.shape[1:], c.kv_cache.stride()) for c in caches)
-        if all(c.kv_cache.numel() for c in caches) and layout not in done:
+        if not all(c.kv_cache.numel() for c in caches):
+            return
+        if layout not in done:
             done.add(layout)
             warm_up(model, vllm_config)
+        if "checked" not in done and all(c.kv_cache.shape[0] >= LEAST_PAGES for c in caches):
+            done.add("checked")
+            check(model, vllm_config)
 
     for cache in caches:
         cache.when_bound = bound
@@ -80,14 +87,17 @@ def warm_up(model: Any, vllm_config: VllmConfig, bounds: Bounds | None = None) -
         threads = max(1, min(16, (os.cpu_count() or 1) // model.settings.tp))
         with compiled_ahead(threads):
             _run(model, [call for call in calls if not call.engine], vllm_config, bounds)
+    compiled = time.monotonic()
     _run(model, calls, vllm_config, bounds)
     device = next(model.parameters()).device
     if device.type == "cuda":
         # What the largest steps took counts as the engine's, not as ours.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    logger.info("inkling_portable: kernels of %s are ready after %.1f s", type(model).__name__,
-                time.monotonic() - began)  # fmt: skip
+    logger.info(
+        "inkling_portable: kernels of %s are ready after %.1f s, %.1f of them to compile",
+        type(model).__name__, time.monotonic() - began, compiled - began,
+    )  # fmt: skip
 
 
 def _run(model: Any, calls: list[Call], vllm_config: VllmConfig, bounds: Bounds) -> None:

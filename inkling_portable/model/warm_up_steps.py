@@ -40,11 +40,12 @@ class Step:
 @dataclass(frozen=True)
 class Call:
     """A part of a model: `run(ids [T], positions [T], rows [T, H])`, the attention and conv caches
-    whose metadata it reads, and whether layers of the engine with inner choices run in it."""
+    whose metadata it reads, whether layers of the engine with inner choices run in it, its name."""
 
     run: Callable[[Tensor, Tensor, Tensor], Any]
     caches: tuple[Any, ...] = ()
     engine: bool = False
+    name: str = "the embedding"
 
 
 def row_counts(most: int) -> list[int]:
