@@ -30,19 +30,13 @@ LEAST_PAGES = 512
 """Of a cache that is large enough; the engine may bind a smaller one before, to see what fits."""
 
 
-class SelfCheckError(SelectionError):
-    """A kernel breaks its contract on the loaded weights: nothing may be served with it."""
-
-
 @torch.inference_mode()
 def check(model: Any, vllm_config: VllmConfig) -> str | None:
     """Log and return one line on `model`, target or draft; None where the check is left out.
 
-    Raises SelfCheckError with the layer, the op and the kernel.
+    Raises SelectionError with the layer, the op and the kernel that breaks its contract.
     """
-    if off := self_test.switched_off(VARIABLE):
-        logger.info("inkling_portable: self-check: off, by %s", VARIABLE)
-    if off or vllm_config.load_config.load_format == "dummy":
+    if self_test.switched_off(VARIABLE) or vllm_config.load_config.load_format == "dummy":
         return None
     began, device, text = time.monotonic(), next(model.parameters()).device, model.settings.text
     draw, dtype, most = SeededDraw(1), torch.get_default_dtype(), vllm_config.model_config
@@ -63,7 +57,7 @@ def check(model: Any, vllm_config: VllmConfig) -> str | None:
                 found, share = agreement.held(op, kernel, given)
                 shares[where] = max(share, shares.get(where, 0.0))
                 if found:
-                    raise SelfCheckError(
+                    raise SelectionError(
                         f"{where} breaks its contract on the loaded weights, {found[0]}; ask for "
                         f"{name}=reference, or serve all the same with {VARIABLE}=off"
                     )
@@ -83,7 +77,7 @@ def check(model: Any, vllm_config: VllmConfig) -> str | None:
                 part = call.name
                 with (
                     _pages(call.caches, batch, draw, device) as (end, step),
-                    set_forward_context(step(), vllm_config, num_tokens=batch.rows),
+                    set_forward_context(step, vllm_config, num_tokens=batch.rows),
                 ):
                     call.run(ids, batch.positions.to(device), rows)
     finally:
@@ -106,11 +100,12 @@ def _less(given: dict[str, Any], end: int) -> dict[str, Any]:
     if "w13_global" in given:  # all experts of a layer would be 10 GB in float64
         given |= {name: given[name][:4] for name in ("x", "ids", "weights")}
         # Experts of other ranks have ids outside of ours, and keep such ones.
-        asked, mine = given["ids"].tolist(), range(len(given["w13"]))
-        used = sorted({i for row in asked for i in row if i in mine}) or [0]
-        place = {expert: at for at, expert in enumerate(used)}
-        moved = [[place.get(i, len(used)) for i in row] for row in asked]
-        given["ids"] = given["ids"].new_tensor(moved)
+        ids, mine = given["ids"].long(), len(given["w13"])
+        used = ids[(ids >= 0) & (ids < mine)].unique()
+        place = used.new_full((mine + 1,), len(used)).index_copy_(
+            0, used, torch.arange(len(used), device=used.device)
+        )
+        given["ids"] = place[torch.where((ids < 0) | (ids > mine), mine, ids)].int()
         for name in ("w13", "w2", "w13_scale", "w2_scale", "w13_global", "w2_global"):
             given[name] = None if given[name] is None else given[name][used]
     return given
@@ -119,10 +114,11 @@ def _less(given: dict[str, Any], end: int) -> dict[str, Any]:
 @contextmanager
 def _pages(
     caches: tuple[Any, ...], batch: Batch, draw: SeededDraw, device: torch.device
-) -> Iterator[tuple[int, Any]]:
-    """Lend pages, filled with drawn values; the first that is free, and what describes the step."""
-    found, lent, end = [], [], 0
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Lend pages, filled with drawn values; the end of them, and what describes the step."""
+    step, lent, end = dict[str, Any](), [], 0
     q_starts, kv_lens = batch.q_starts.to(device), batch.kv_lens.to(device)
+    most = max(batch.lengths), int(batch.kv_lens.max())
     for layer in caches:
         conv, page, start = isinstance(layer, ConvState), layer.kv_cache.shape[2], end
         drawn = draw_pages(draw, batch, page, layer.taps if conv else layer.geometry.window)
@@ -134,21 +130,12 @@ def _pages(
             part[start:end].copy_(values.to(device, part.dtype))
         pages = torch.where(drawn.pages > 0, drawn.pages + start, 0).to(device)
         slots = torch.where(drawn.slots >= 0, drawn.slots + start * page, -1).to(device)
-        found.append((layer, pages, slots))
-
-    def step() -> dict[str, Any]:
-        metadata: dict[str, Any] = {}
-        for layer, pages, slots in found:
-            if isinstance(layer, ConvState):
-                sources = slots.new_full((batch.rows, layer.taps - 1), -1)
-                cells = slots.new_zeros(layer.cells, dtype=torch.int32)
-                layer.ops.conv_sources(q_starts, kv_lens, pages, slots, layer.block, cells, sources)
-                metadata[layer.prefix] = ConvMetadata(slots, sources)
-            else:
-                most = max(batch.lengths), int(batch.kv_lens.max())
-                metadata[layer.prefix] = AttentionMetadata(pages, q_starts, kv_lens, slots, *most)
-        return metadata
-
+        step[layer.prefix] = AttentionMetadata(pages, q_starts, kv_lens, slots, *most)
+        if conv:
+            sources = slots.new_full((batch.rows, layer.taps - 1), -1)
+            cells = slots.new_zeros(layer.cells, dtype=torch.int32)
+            layer.ops.conv_sources(q_starts, kv_lens, pages, slots, page, cells, sources)
+            step[layer.prefix] = ConvMetadata(slots, sources)
     try:
         yield end, step
     finally:

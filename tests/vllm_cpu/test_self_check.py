@@ -9,6 +9,7 @@ import torch
 
 from inkling_portable.model import self_check
 from inkling_portable.model.engine import CacheLayer
+from inkling_portable.registry import SelectionError
 from tests.vllm_cpu.conftest import Engine
 
 OPS = {"embed_norm", "rms_norm", "conv_sources", "qkvr_prep", "rel_attention", "conv_residual_norm",
@@ -58,7 +59,7 @@ def test_a_faulty_kernel_is_refused(
                 return found
 
             monkeypatch.setattr(ops, op, faulty)
-        with pytest.raises(self_check.SelfCheckError) as refused:
+        with pytest.raises(SelectionError) as refused:
             self_check.check(model, model.vllm_config)
         return str(refused.value)
 
