@@ -132,7 +132,12 @@ def measure(
         raise BenchError(f"`vllm bench serve` ended without a result{first_error(done.stdout)}")
     found = json.loads(result.read_text(encoding="utf-8"))
     if found["completed"] != prompts:
-        raise BenchError(f"{prompts - found['completed']} of {prompts} requests failed")
+        why = re.search(r"^Error 0: (.+)$", done.stdout, re.MULTILINE)
+        raise BenchError(
+            f"{prompts - found['completed']} of {prompts} requests failed"
+            f"{f' ({why[1].strip()[:200]})' if why else ''}, and a figure needs all of them; pass "
+            "fewer --concurrency or shorter --contexts, or what the servers lack behind --"
+        )
     return Point(
         drafts, context, at_once, prompts, found["total_input_tokens"],
         found["total_output_tokens"], found["median_ttft_ms"], found["median_tpot_ms"],
