@@ -113,7 +113,7 @@ def test_ours_loads_and_computes_there(settings: Settings, tmp_path: Path) -> No
     loading.load(holder, tensors.items(), mine, files, False)
     moe.experts.quant_method.process_weights_after_loading(moe.experts)
     # What the chosen kernel is held to, since it runs on no CPU.
-    moe.experts.op = routed_experts
+    moe.experts.ops = SimpleNamespace(routed_experts=routed_experts)
     draw = torch.Generator().manual_seed(3)
     x = torch.randn((5, 128), generator=draw)
     ids = torch.stack([torch.randperm(8, generator=draw)[:2] for _ in range(5)]).int()
