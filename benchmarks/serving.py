@@ -305,7 +305,9 @@ def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
         described = serving_rank.write(Path(scratch) / "rank", config)
 
         def floors(batch: int, context: int) -> dict[str, float]:
-            return serving_rank.floors_us(described, weights, batch, context, options.bandwidth)
+            return serving_rank.floors_us(
+                described, weights, batch, context, options.bandwidth, options.drafts
+            )
 
         if options.dry_run:
             totals = {name_of(kind, sizes): round(sum(floors(*sizes).values()) / 1e3, 3)

@@ -113,19 +113,27 @@ def chosen_experts(model: torch.nn.Module) -> list[int]:
 
 
 def floors_us(
-    config: InklingConfig, weights: str, batch: int, context: int, bandwidth: float
+    config: InklingConfig, weights: str, batch: int, context: int, bandwidth: float, drafts: int = 0
 ) -> dict[str, float]:
-    """Microseconds that each part of a decode step takes at `bandwidth` bytes a second."""
+    """Microseconds that each part of a decode step takes at `bandwidth` bytes a second.
+
+    With `drafts` each request has so many rows more, which may choose other experts, and each
+    draft takes a depth and the head once more.
+    """
     text = config.text
-    parts = dict(weights_per_gpu(config, weights, 1, 0))
+    parts = dict(weights_per_gpu(config, weights, 1, drafts))
     parts.pop("embedding (on every GPU)", None)
     parts.pop("towers", None)
-    used = 1 - (1 - text.top_k / text.num_experts) ** batch
+    used = 1 - (1 - text.top_k / text.num_experts) ** (batch * (1 + drafts))
     parts["routed experts"] = int(parts["routed experts"] * used)
+    if drafts:
+        parts["draft depths"] += drafts * parts["unembedding"]
+    layers = [(text.layer_is_local(i), text.geometry(text.layer_is_local(i)))
+              for i in range(text.num_layers)]  # fmt: skip
+    layers += [(config.require_mtp().depth_is_local(i), config.mtp_attention(i))
+               for i in range(drafts)]  # fmt: skip
     cells = 0
-    for layer in range(text.num_layers):
-        local = text.layer_is_local(layer)
-        sizes = text.geometry(local)
+    for local, sizes in layers:
         seen = min(context, text.window) if local else context
         cells += batch * seen * 2 * sizes.kv_heads * sizes.head_dim
     parts["keys and values"] = 2 * cells

@@ -1,7 +1,7 @@
 """Write docs/performance.md and its plots: `python ci/generate_performance.py`.
 
-Sources: benchmarks/results/*.json (timings), docs/performance/*.json (what compilers report, and
-what executed AMD code is estimated to take).
+Sources: benchmarks/results/*.json (timings), its folders (modes, serving), docs/performance/*.json
+(what compilers report, and what executed AMD code is estimated to take).
 Losses are listed first, so that nobody has to look for them.
 """
 
@@ -199,6 +199,103 @@ def modes_section() -> list[str]:
     return lines
 
 
+BESIDE = {
+    "rel_attention": ("keys and values",), "routed_experts": ("routed experts",),
+    "linear layers": ("attention", "dense MLP", "unembedding", "draft depths"),
+    "sinks and dense activation": ("shared experts",),
+    "route and gate_logits": ("convolutions, gates, norms",),
+}  # fmt: skip
+"""The parts of a step's bytes that an op of a profile reads; gates are most of the last one."""
+VARIANTS = {"plugin": "ours", "off": "vLLM as shipped", "off-split": "vLLM with splits"}
+
+
+def served() -> dict[tuple[str, str, int, str], dict[str, Any]]:
+    """Rows of `benchmarks.serving` by (variant, asked, drafts, case); a later date wins."""
+    reports = [json.loads(path.read_text()) for path in (RESULTS / "serving").glob("rank*.json")]
+    found = {}
+    for report in sorted(reports, key=lambda report: str(report["environment"]["date"])):
+        for result in report["results"]:
+            who = result["variant"], result.get("asked", ""), result["drafts"]
+            for row in result["rows"]:
+                found[*who, row["case"]] = row | {"environment": report["environment"]}
+    return found
+
+
+def serving_section(losses: dict[str, str]) -> list[str]:
+    """A rank of eight as it serves, by variant, and what its steps are spent on."""
+    found = served()
+    if not found:
+        return []
+    machine = next(iter(found.values()))["environment"]
+    lines = ["", "## Serving, one rank of eight", "",
+             f"{machine['gpu']}, `{machine['target']}`, {machine['date']}, by `python -m "
+             "benchmarks.serving --all`: all layers of a rank of the large model, NVFP4 experts, "
+             "dummy weights, spread routing, CUDA graphs, vLLM's engine in the process. Decode and "
+             "prefill are milliseconds of a step and of a prompt; throughput is tokens a second. A "
+             "rank alone exchanges nothing: the estimate for eight adds 132 exchanges of 8 us to "
+             "a step. The floor is bytes alone, for prefill those of the weights.", "",
+             "| case | floor | ours | vLLM as shipped | vLLM with splits | faster than shipped | "
+             "than the better | ours, estimated for eight |", "|---" * 8 + "|"]  # fmt: skip
+    for case in dict.fromkeys(key[3] for key in found if key[2] == 0):
+        rows = {v: found[v, "", 0, case] for v in VARIANTS if (v, "", 0, case) in found}
+        values = {v: float(row.get("ms") or row["tokens/s"]) for v, row in rows.items()}
+        if "plugin" not in values:
+            continue
+        gains = {v: value / values["plugin"] if "ms" in rows[v] else values["plugin"] / value
+                 for v, value in values.items() if v != "plugin"}  # fmt: skip
+        if gains and min(gains.values()) < 1:
+            peer = min(gains, key=lambda v: gains[v])
+            losses[case] = (f"| serving | {case} | {values['plugin']:,} | {VARIANTS[peer]} "
+                            f"{values[peer]:,} | {1 / gains[peer]:.2f} |")  # fmt: skip
+        ours = rows["plugin"]
+        cells = [case, f"{ours.get('floor ms', '')}"]
+        cells += [f"{values[v]:,}" if v in values else "not run" for v in VARIANTS]
+        cells += [f"{gains['off']:.2f}" if "off" in gains else "",
+                  f"{min(gains.values()):.2f}" if gains else "",
+                  str(ours.get("ms with exchanges, estimated", ""))]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, *drafts_table(found), *profile_tables(found)]
+
+
+def drafts_table(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> list[str]:
+    """Steps with drafts, of which dummy weights accept none: `explain` says how many pay."""
+    keys = sorted(key for key in found if key[2] and "ms" in found[key])
+    if not keys:
+        return []
+    lines = ["", "Steps with MTP drafts, in milliseconds; a step's tokens depend on the model.", "",
+             "| case | drafts | floor | ours | vLLM as shipped |", "|---" * 5 + "|"]  # fmt: skip
+    for drafts, case in dict.fromkeys((key[2], key[3]) for key in keys):
+        rows = {v: found.get((v, "", drafts, case)) for v in ("plugin", "off")}
+        floor = next(row["floor ms"] for row in rows.values() if row)
+        times = [f"{row['ms']}" if row else "not run" for row in rows.values()]
+        lines.append(f"| {case} | {drafts} | {floor} | {' | '.join(times)} |")
+    return lines
+
+
+def profile_tables(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> list[str]:
+    """Microseconds of a step by op, beside what the bytes of that op take."""
+    lines: list[str] = []
+    for case in dict.fromkeys(key[3] for key, row in found.items() if "profile" in row):
+        rows = {v: row["profile"] for v in VARIANTS
+                if (row := found.get((v, "", 0, case))) and "profile" in row}  # fmt: skip
+        if not rows:
+            continue
+        shares = ", ".join(f"{VARIANTS[v]} {100 * p['named share']:.1f} %" for v, p in rows.items())
+        lines += ["", f"What a step of {case} is spent on, in microseconds of GPU time by op, from "
+                  f"the names of kernels (known: {shares}); kernels may overlap.", "",
+                  f"| op | floor | {' | '.join(VARIANTS[v] for v in rows)} |",
+                  "|---" * (2 + len(rows)) + "|"]  # fmt: skip
+        for op in dict.fromkeys(op for profile in rows.values() for op in profile["us"]):
+            floors = [profile["floors us"].get(part, 0.0) for profile in list(rows.values())[:1]
+                      for part in BESIDE.get(op, ())]  # fmt: skip
+            floor = number(sum(floors)) if floors else ""
+            times = [number(profile["us"].get(op, 0.0)) for profile in rows.values()]
+            lines.append(f"| {op} | {floor} | {' | '.join(times)} |")
+        sums = [number(profile["sum us"]) for profile in rows.values()]
+        lines.append(f"| together | | {' | '.join(sums)} |")
+    return lines
+
+
 def estimated() -> list[str]:
     """What executed AMD code would take at published rates; see `ci.cdna_cost`."""
     path = FOLDER / "cost-amd.json"
@@ -265,12 +362,14 @@ def render() -> dict[Path, str]:
                 peer = f"{row.best[0]} {number(row.best[1])}"
                 losses[row.name] = (f"| {path.stem} | {row.name} | {number(row.ours[1])} | {peer} "
                                     f"| {row.ratio:.2f} |")  # fmt: skip
+    serving = serving_section(losses)
     lost = ["", "## Where another is faster", ""]
     lost += ["| file | shape | ours | peer | ratio |", "|---|---|---|---|---|", *losses.values()]
     compilers = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("kernels-*.json"))]
     compilers.sort(key=version)
     body = [
         *(lost if losses else []),
+        *serving,
         *sections,
         *modes_section(),
         *launches_section(),

@@ -96,6 +96,40 @@ def test_losses_are_listed_until_they_are_won(
     assert "breaks its contract" in page("c.json", {**shape(triton=1.0), "contract": ["off"]})
 
 
+def test_serving_is_shown_beside_both_variants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The better variant counts, a loss is listed, and a later day's figure takes the place."""
+    module = generator("generate_performance")
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    (tmp_path / "serving").mkdir()
+
+    def measured(variant: str, date: str, drafts: int = 0, **ms: float) -> None:
+        profile = {"us": {"rel_attention": 50.0, "unknown": 1.0}, "sum us": 51.0,
+                   "named share": 0.98, "floors us": {"keys and values": 7.0}}  # fmt: skip
+        rows = [{"case": case.replace("_", " "), "ms": value, "floor ms": 1.5}
+                | ({"profile": profile} if case == "decode_1" else {})
+                for case, value in ms.items()]  # fmt: skip
+        rows.append({"case": "throughput", "tokens/s": 100.0 / ms["decode_1"]})
+        report = {"environment": {"gpu": "H", "date": date, "target": "t"},
+                  "results": [{"variant": variant, "drafts": drafts, "rows": rows}]}  # fmt: skip
+        (tmp_path / "serving" / f"rank-{variant}-{drafts}-{date}.json").write_text(
+            json.dumps(report)
+        )
+
+    measured("plugin", "2026-01-01", decode_1=9.0, decode_2=4.0)
+    measured("plugin", "2026-01-02", decode_1=4.0, decode_2=4.0)
+    measured("off", "2026-01-01", decode_1=12.0, decode_2=5.0)
+    measured("off-split", "2026-01-01", decode_1=8.0, decode_2=3.0)
+    measured("plugin", "2026-01-01", drafts=2, decode_1=6.0)
+    page = module.render()[module.PAGE]
+    assert "| decode 1 | 1.5 | 4.0 | 12.0 | 8.0 | 3.00 | 2.00 |" in page
+    assert "| throughput |  | 25.0 | 8.333333333333334 | 12.5 | 3.00 | 2.00 |" in page
+    assert "| serving | decode 2 | 4.0 | vLLM with splits 3.0 | 1.33 |" in page
+    assert "| decode 1 | 2 | 1.5 | 6.0 | not run |" in page
+    assert "| rel_attention | 7.00 | 50.0 | 50.0 | 50.0 |" in page
+
+
 def test_a_plot_is_well_formed_and_in_bounds() -> None:
     from xml.etree import ElementTree
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from benchmarks import serving, serving_rank
 from inkling_portable.commands.released_configs import released
+from inkling_portable.draft_costs import step_bytes
 from inkling_portable.model.config import parse
 from inkling_portable.model.weight_format import read_block
 from inkling_portable.registry import MODELS
@@ -48,6 +49,11 @@ def test_floors() -> None:
     # Of 256 experts 64 rows of six leave (1 - 6/256)**64 unused.
     assert more["routed experts"] / floors["routed experts"] == pytest.approx(
         (1 - (250 / 256) ** 64) * 256 / 6, rel=0.01
+    )
+    # What `explain` counts for one request, but for the bytes that no step reads.
+    drafting = serving_rank.floors_us(config, "nvfp4", 1, 8192, 1e6, drafts=3)
+    assert sum(drafting.values()) == pytest.approx(
+        step_bytes(config, "nvfp4", 1, 8192, 3), rel=0.01
     )
 
 
