@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import AbstractContextManager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -109,22 +110,26 @@ def _run(model: Any, calls: list[Call], vllm_config: VllmConfig, bounds: Bounds)
         for call in calls:
             with _step(call.caches, step, vllm_config, device):
                 call.run(ids, ids, rows)
-    for call in calls:
-        if call.caches:
-            _warm_attention(call.caches, bounds, vllm_config, device)
+    # Layers of one geometry launch the same.
+    for layer in {c.caches[0].geometry: c.caches[0] for c in calls if c.caches}.values():
+        _warm_attention(layer, bounds, dtype, device)
 
 
 def _warm_attention(
-    caches: tuple[InklingAttention, ConvState], bounds: Bounds, vllm_config: VllmConfig,
-    device: torch.device,
-) -> None:  # fmt: skip
-    layer, _ = caches
-    width = sum(layer.geometry.split_sizes(layer.settings.tp)) // layer.settings.tp
-    for step in steps_of_attention(bounds):
-        qkvr = torch.zeros(step.rows, width, dtype=layer.settings.dtype, device=device)
-        positions = torch.zeros(step.rows, dtype=torch.int64, device=device)
-        with _step(caches, step, vllm_config, device):
-            layer.attend(qkvr, positions)
+    layer: InklingAttention, bounds: Bounds, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The op alone: what comes before it depends on the rows only."""
+    sizes, page = layer.geometry, layer.kv_cache.shape[2]
+    steps = steps_of_attention(bounds)
+    for (rows, requests, fresh), alike in groupby(steps, lambda s: (s.rows, s.requests, s.fresh)):
+        q = torch.zeros(rows, layer.heads, sizes.head_dim, dtype=dtype, device=device)
+        rel = torch.zeros(rows, layer.heads, sizes.extent, dtype=dtype, device=device)
+        q_starts, kv_lens, pages = _requests(rows, requests, fresh, page, device)
+        for step in alike:
+            layer.ops.rel_attention(
+                q, layer.keys, layer.values, rel, pages, q_starts, kv_lens, fresh, step.longest,
+                sizes.window, sizes.scale, torch.empty_like(q),
+            )  # fmt: skip
 
 
 def _alone(vllm_config: VllmConfig) -> bool:
@@ -137,16 +142,11 @@ def _step(
     caches: tuple[CacheLayer, ...], step: Step, vllm_config: VllmConfig, device: torch.device
 ) -> AbstractContextManager[None]:
     """A forward pass over the step as the builders would describe it, with slot -1 everywhere."""
-    starts = [min(i * step.fresh, step.rows) for i in range(step.requests + 1)]
-    q_starts = torch.tensor(starts, dtype=torch.int32, device=device)
-    kv_lens = q_starts[1:] - q_starts[:-1]
     slots = torch.full((step.rows,), -1, dtype=torch.int64, device=device)
     found: dict[str, Any] = {}
     for layer in caches:
         page = layer.kv_cache.shape[2]
-        pages = torch.zeros(
-            step.requests, -(-step.fresh // page) + 1, dtype=torch.int32, device=device
-        )
+        q_starts, kv_lens, pages = _requests(step.rows, step.requests, step.fresh, page, device)
         if isinstance(layer, ConvState):
             # Valid before anything has run: an op of plain torch reads them while others compile.
             sources = slots.new_full((step.rows, layer.taps - 1), -1)
@@ -161,3 +161,13 @@ def _step(
         found, vllm_config, num_tokens=step.rows
     )
     return context
+
+
+def _requests(
+    rows: int, requests: int, fresh: int, page: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q_starts, kv_lens and pages of requests that take up to `fresh` rows each."""
+    starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * fresh
+    q_starts = starts.clamp_max(rows)
+    pages = torch.zeros(requests, -(-fresh // page) + 1, dtype=torch.int32, device=device)
+    return q_starts, q_starts[1:] - q_starts[:-1], pages
