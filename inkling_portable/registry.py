@@ -181,6 +181,11 @@ class Offer:
         return failed.get(self.code) or failed.get(self.key)
 
     @property
+    def is_layer(self) -> bool:
+        """Whether the engine's layer of experts is built, so that there is no function."""
+        return self.code == "engine"
+
+    @property
     def key(self) -> str:
         """Names the row: one function may stand in several."""
         return f"{self.op}={self.provider} {self.code}"
@@ -299,7 +304,7 @@ def ordered_rows(op_name: str, target: Target) -> tuple[Offer, ...]:
             return 3
         if target.key in MEASURED.get((row.op, row.provider), ()):
             return 0
-        return 1 if row.provider in ("vllm", "engine") else 2
+        return 1 if row.provider == "vllm" or row.is_layer else 2
 
     return tuple(sorted(rows, key=rank))
 
@@ -401,7 +406,7 @@ def _choose_one(
     family: tuple[str, ...] = ()
     if name == "routed_experts" and want is None and facts.moe_backend != "auto":
         # `--moe-backend X` names a family: the engine's kernel of it first, our row second.
-        family = ("engine", facts.moe_backend)
+        family = ("engine", facts.moe_backend, facts.moe_backend.partition("_")[0])
     decisions: list[Decision] = []
     complete = False
     for row in rows:
@@ -499,7 +504,7 @@ def _load(code: str) -> Any:
 
 
 def _bind(offers: list[Offer]) -> Callable[..., Any] | None:
-    if offers[0].provider == "engine":
+    if offers[0].is_layer:
         return None  # the model builds the engine's layer; there is no function to call
     functions: list[tuple[Any, Callable[..., Any]]] = []
     for offer in offers:

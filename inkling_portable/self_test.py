@@ -115,7 +115,7 @@ def _look(
 def _is_kernel(offer: Offer) -> bool:
     """References are what kernels are held to, and the engine's layers are no functions. Its own
     attention multiplies by zero what follows the last key, where contracts have NaN."""
-    return offer.provider not in ("reference", "engine", "vllm", "fa4")
+    return not offer.is_layer and offer.provider not in ("reference", "vllm", "fa4")
 
 
 # --- one kernel ----------------------------------------------------------------------------------

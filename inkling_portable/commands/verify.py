@@ -66,7 +66,7 @@ def runnable(target: Target, ops: Sequence[str], provider: str | None, executed:
     found = False
     for name in ops or op_names():
         for row in ordered_rows(name, target):
-            if row.provider == "engine" or (provider and row.provider != provider):
+            if row.is_layer or (provider and row.provider != provider):
                 continue
             if executed and row.provider == "reference":
                 continue
@@ -78,7 +78,7 @@ def runnable(target: Target, ops: Sequence[str], provider: str | None, executed:
                 raise SelectionError(f"{name}={provider} cannot run on {target.key}: {reason}")
     if not found:
         rows = [row for name in ops or op_names() for row in ordered_rows(name, target)]
-        known = ", ".join(sorted({row.provider for row in rows} - {"engine"}))
+        known = ", ".join(sorted({row.provider for row in rows if not row.is_layer}))
         raise SelectionError(
             f"no op asked for is offered by {provider!r} on {target.key}; providers are {known}"
         )

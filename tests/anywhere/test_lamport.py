@@ -307,7 +307,7 @@ def test_vllm_still_takes_what_it_is_given() -> None:
     versions = json.loads(FACTS.read_text())["vllm"]
     assert len(versions) >= 4
     for found in versions.values():
-        made, called = (found[key] for key in NAMES["vllm"])
+        made, called = (found[key] for key in NAMES["vllm"] if ":" in key)
         assert binds(made, 3, {}) is None
         second = {"shared_tensor": 0} if "shared_tensor" in called else {}
         assert binds(called, 13, second) is None

@@ -23,6 +23,17 @@ LAMPORT = "inkling_portable.backends.triton.lamport:"
 ranks = needs(tp=(2, 4, 8), dtype="bfloat16", triton=">=3.6")
 
 
+def by_flashinfer(target: Target, facts: Facts) -> str | None:
+    """vLLM takes the kernel that `--moe-backend` names or refuses, so the row can promise it.
+
+    Both round activations to NVFP4 and take a routing of our own; the others were not looked at.
+    """
+    asked, served = facts.moe_backend, ("flashinfer_trtllm", "flashinfer_cutlass")
+    return (
+        None if asked in served else f"needs --moe-backend {' or '.join(served)}; asked is {asked}"
+    )
+
+
 def never_ran(target: Target, facts: Facts) -> str | None:
     """Exact between processes on a CPU, and compiled; of its speed nothing is known."""
     return "this exchange never ran on GPUs; ask with conv_residual_norm=lamport"
@@ -51,6 +62,11 @@ OFFERS: tuple[Offer, ...] = (
     offer("conv_residual_norm", "vllm", ".incumbent:conv_residual_norm",
           needs(arch=("sm90", "sm100"), conv_taps=4), fork, ranks, prepare=".incumbent:prepare",
           only_if_asked=True, verified="signature only"),
+    # vLLM's layer of experts, as `engine`, by a kernel of FlashInfer's.
+    offer("routed_experts", "flashinfer", "engine", needs(arch=("sm100", "sm103")),
+          needs(weights="nvfp4", dtype="bfloat16", lora=False, batch_invariant=False), fork,
+          needs(flashinfer_python=">=0.6.14,<0.8"), by_flashinfer, verified="signature only",
+          note="vLLM's layer; activations are rounded to NVFP4"),
     # Weights that do not fit its chunks of 128 columns, and other dtypes, it hands to Triton's row.
     offer("routed_experts", "mma", ".routed_experts_mma:routed_experts",
           needs(arch=("sm90", "sm100", "sm103", "sm120"), weights=("nvfp4", "mxfp4"),
