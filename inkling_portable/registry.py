@@ -64,6 +64,7 @@ class Facts:
     sinks: int = 2
     tp: int = 1
     ep: int = 1
+    dp: int = 1
     pp: int = 1
     lora: bool = False
     page_size: int = 0

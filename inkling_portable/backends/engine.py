@@ -16,6 +16,8 @@ def engine_has_experts(target: Target, facts: Facts) -> str | None:
         return "vLLM's FP8 experts for a CPU need scales per block and routing of its own"
     if target.vendor == "cpu" and facts.ep > 1:
         return "vLLM's experts for a CPU ignore the expert map of expert parallelism"
+    if target.vendor == "cpu" and facts.dp > 1:
+        return "vLLM's experts for a CPU cannot exchange rows between data-parallel ranks"
     if target.vendor == "cpu" and facts.lora:
         return "vLLM's experts under adapters need Triton kernels, which a CPU lacks"
     if facts.batch_invariant and (target.vendor == "cpu" or facts.weights in ("nvfp4", "mxfp4")):

@@ -24,6 +24,7 @@ from inkling_portable.model.engine import (
     cache_dtype,
     eager_break,
     fp8_dtype,
+    kept_window,
     step_metadata,
 )
 from inkling_portable.model.norm import Norm
@@ -122,7 +123,8 @@ class InklingAttention(CacheLayer):
             "dtype": cache_dtype(vllm_config),
         }
         if self.geometry.window:
-            return SlidingWindowSpec(**shape, sliding_window=self.geometry.window)
+            window = kept_window(vllm_config, self.geometry.window)
+            return SlidingWindowSpec(**shape, sliding_window=window)
         return FullAttentionSpec(**shape)
 
     def on_bound(self, cache: Tensor) -> None:

@@ -137,6 +137,7 @@ __all__ = [
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "install_proposer",
+    "kept_window",
     "logger",
     "make_empty_intermediate_tensors_factory",
     "make_layers",
@@ -430,6 +431,15 @@ def expert_shard(runner: Any) -> tuple[list[int], int, int]:
             if slot >= 0:
                 owned[slot] = expert
     return owned, parallel.tp_rank, parallel.tp_size
+
+
+def kept_window(vllm_config: VllmConfig, window: int) -> int:
+    """Tokens whose cache a request keeps, of which a token sees `window`, itself among them.
+
+    A server to which a prompt's caches are sent computes its last token again, which sees one token
+    more than what the sender would go on with.
+    """
+    return window + (vllm_config.kv_transfer_config is not None)
 
 
 def expert_parallel_size(vllm_config: VllmConfig) -> int:

@@ -252,6 +252,7 @@ def _facts(vllm_config: VllmConfig, text: TextConfig, tp: int, weights: str) -> 
         sinks=text.num_sinks,
         tp=tp,
         ep=expert_parallel_size(vllm_config),
+        dp=vllm_config.parallel_config.data_parallel_size,
         pp=vllm_config.parallel_config.pipeline_parallel_size,
         lora=vllm_config.lora_config is not None,
         kv_dtype=str(vllm_config.cache_config.cache_dtype),

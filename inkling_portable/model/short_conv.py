@@ -25,6 +25,7 @@ from inkling_portable.model.engine import (
     SlidingWindowSpec,
     VllmConfig,
     all_reduce,
+    kept_window,
     step_metadata,
 )
 from inkling_portable.model.settings import Settings
@@ -125,7 +126,7 @@ class ConvState(CacheLayer):
             head_size=self.cell,
             head_size_v=0,
             dtype=self.settings.dtype,
-            sliding_window=self.taps,
+            sliding_window=kept_window(vllm_config, self.taps),
         )
 
     def on_bound(self, cache: Tensor) -> None:
