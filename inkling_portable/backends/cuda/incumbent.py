@@ -80,10 +80,23 @@ _exchanges: dict[str, Any] = {}
 
 
 def prepare(target: Target, facts: Facts, group: str, gather: Gather) -> str | None:
-    """Let vLLM map the ranks' memories; all ranks call it. It exchanges in its own TP group."""
-    if group not in _exchanges:
-        tree = import_module("vllm.models.inkling.nvidia.ops.lamport")
-        _exchanges[group] = tree.LamportRSConv(facts.hidden, facts.conv_taps, MOST_ROWS)
+    """Let vLLM map the ranks' memories; all ranks call it. It exchanges in its own TP group.
+
+    Its set-up waits for every rank, so they first vote on what each can know by itself.
+    """
+    if group in _exchanges:
+        return None
+    made, reason = None, None
+    try:
+        made = import_module("vllm.models.inkling.nvidia.ops.lamport").LamportRSConv
+        wanted = 2 * 3 * MOST_ROWS * facts.hidden * 2  # in and out, three generations, bfloat16
+        if torch.cuda.is_available() and (free := torch.cuda.mem_get_info()[0]) < wanted:
+            reason = f"needs {wanted >> 20} MiB of free GPU memory; found {free >> 20}"
+    except Exception as error:  # whatever it is, no rank may begin
+        reason = f"vLLM's exchange cannot be loaded ({type(error).__name__}: {error})"
+    if any(gather(reason)) or made is None:
+        return reason
+    _exchanges[group] = made(facts.hidden, facts.conv_taps, MOST_ROWS)
     return None
 
 
