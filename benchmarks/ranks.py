@@ -1,13 +1,14 @@
 """Time the end of a branch over the GPUs of this host: three exchanges beside one another.
 
     python -m benchmarks.ranks [--ranks 2] [--tokens 1,4,16,64,512] [--hidden 6144]
+                               [--exchanges nccl,lamport,vllm]
                                [--out benchmarks/results/ranks/h200-x2.json]
 
 `lamport` is ours without barriers, `nccl` the portable one (reduce-scatter, convolution, gather,
-add and norm), `vllm` the engine's `LamportRSConv` with its tables made beforehand, if vLLM is
-installed. Microseconds of one call, bfloat16, one partial sum, under graph replay of 60 calls;
-the slowest rank's median counts. What is timed is compared first. The hand-over in
-`backends/triton/lamport.py` is to be set where `nccl` becomes the faster.
+add and norm), `vllm` the engine's `LamportRSConv` with its tables made beforehand. Microseconds of
+one call, bfloat16, one partial sum, under graph replay of 60 calls; the slowest rank's median
+counts. What is timed is compared first. The hand-over in `backends/triton/lamport.py` is to be set
+where `nccl` becomes the faster.
 """
 
 from __future__ import annotations
@@ -53,10 +54,12 @@ def arguments(tokens: int, hidden: int, rank: int, ranks: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def peers(a: dict[str, Any], group: str, engine: Any) -> dict[str, Call]:
+def peers(a: dict[str, Any], group: str, engine: Any, asked: list[str]) -> dict[str, Call]:
     """What is timed, by name."""
-    found: dict[str, Call] = {"nccl": partial(portable, **a, group=group)}
-    if a["partial"].shape[0] <= lamport.HAND_OVER:
+    found: dict[str, Call] = {}
+    if "nccl" in asked:
+        found["nccl"] = partial(portable, **a, group=group)
+    if "lamport" in asked and a["partial"].shape[0] <= lamport.HAND_OVER:
         found["lamport"] = partial(lamport.conv_residual_norm, **a, group=group)
     if engine is not None:
         positions, pages = incumbent.as_positions(a["slots"], a["sources"], PAGE)
@@ -71,20 +74,20 @@ def peers(a: dict[str, Any], group: str, engine: Any) -> dict[str, Call]:
 
 
 def engines_exchange(rank: int, ranks: int, hidden: int, most: int) -> Any:
-    """vLLM's exchange in a tensor-parallel group of its own, None where vLLM is not installed."""
-    try:
-        from vllm.config import VllmConfig, set_current_vllm_config
-        from vllm.distributed import init_distributed_environment, initialize_model_parallel
-        from vllm.models.inkling.nvidia.ops.lamport import LamportRSConv
-    except ImportError:
-        return None
+    """vLLM's exchange in a tensor-parallel group of its own."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.models.inkling.nvidia.ops.lamport import LamportRSConv
+
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(ranks, rank, "env://", rank, "nccl")
         initialize_model_parallel(ranks)
         return LamportRSConv(hidden, 4, most)
 
 
-def measure(rank: int, ranks: int, store: str, tokens: list[int], hidden: int, out: str) -> None:
+def measure(
+    rank: int, ranks: int, store: str, tokens: list[int], hidden: int, asked: list[str], out: str
+) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
     group = dist.group.WORLD.group_name
@@ -94,15 +97,16 @@ def measure(rank: int, ranks: int, store: str, tokens: list[int], hidden: int, o
         dist.all_gather_object(found, value)
         return found
 
-    refusal = lamport.prepare(Target.detect(), Facts(tp=ranks, hidden=hidden), group, gather)
-    assert refusal is None, refusal
-    engine = engines_exchange(rank, ranks, hidden, max(tokens))
+    if "lamport" in asked:
+        refusal = lamport.prepare(Target.detect(), Facts(tp=ranks, hidden=hidden), group, gather)
+        assert refusal is None, refusal
+    engine = engines_exchange(rank, ranks, hidden, max(tokens)) if "vllm" in asked else None
     rows = []
     for count in tokens:
         a = arguments(count, hidden, rank, ranks)
         wanted = portable(**a, group=group)[1]
         row: dict[str, Any] = {"tokens": count}
-        for name, call in peers(a, group, engine).items():
+        for name, call in peers(a, group, engine, asked).items():
             for _ in range(3):
                 found = call()[1]
             torch.cuda.synchronize()
@@ -125,13 +129,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--tokens", default="1,4,16,64,128,256,512")
     parser.add_argument("--hidden", type=int, default=6144)
+    parser.add_argument("--exchanges", default="nccl,lamport,vllm")
     parser.add_argument("--out", default="")
     asked = parser.parse_args()
     tokens = [int(n) for n in asked.tokens.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(
-            measure, (asked.ranks, f"{folder}/store", tokens, asked.hidden, asked.out),
-            nprocs=asked.ranks,
+            measure, (asked.ranks, f"{folder}/store", tokens, asked.hidden,
+                      asked.exchanges.split(","), asked.out), nprocs=asked.ranks,
         )  # fmt: skip
 
 

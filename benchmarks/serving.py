@@ -124,7 +124,7 @@ class Served:
     def __init__(self, folder: Path, options: argparse.Namespace, longest: int) -> None:
         from vllm import LLM
 
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"tensor_parallel_size": getattr(options, "ranks", 1)}
         if options.drafts:
             spec = {"method": "mtp", "num_speculative_tokens": options.drafts}
             more["speculative_config"] = spec

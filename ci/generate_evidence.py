@@ -4,6 +4,7 @@ A row of ours may stand before the engine's own only where a committed measureme
 every timed shape obeyed its contract, and over the shapes that the engine has a kernel for, the
 geometric mean of our time over the engine's is at most one. A row that serves some calls only, and
 leaves the rest to Triton, is held to the better of Triton and the engine on the shapes it serves.
+The exchange between ranks has to be the fastest of all in every step that was timed on two ranks.
 Small ops are launched dependently on chips where that was timed and lost on no shape (by more than
 timing wavers).
 """
@@ -56,6 +57,16 @@ def special(report: dict[str, Any]) -> Iterator[tuple[str, str, bool, float]]:
                 yield "rel_attention", name, right, times[name] / min(rivals)
 
 
+def exchange() -> Iterator[tuple[str, float]]:
+    """(chip, time over the best of the others) of the exchange between two ranks, by step."""
+    for path in sorted((RESULTS / "ranks").glob("*.json")):
+        report = json.loads(path.read_text())
+        for row in report["us"]:
+            rivals = [row[name] for name in ("nccl", "vllm") if name in row]
+            if report["ranks"] == 2 and "lamport" in row and len(rivals) == 2:
+                yield report["target"].split("+")[0], row["lamport"] / min(rivals)
+
+
 def engine_has(op: str) -> bool:
     """Whether the engine's own kernel is offered, so that ours must have been timed beside it."""
     rows = (row for name in TABLES for row in table(name))
@@ -84,7 +95,12 @@ def evidence() -> dict[tuple[str, str], tuple[str, ...]]:
     for (op, provider, chip), measured in sorted(partial.items()):
         if all(right for right, _ in measured) and sum(ratio for _, ratio in measured) <= 0:
             found.setdefault((op, provider), []).append(chip)
-    return {key: tuple(chips) for key, chips in found.items()}
+    faster: dict[str, list[float]] = {}
+    for chip, ratio in exchange():
+        faster.setdefault(chip, []).append(ratio)
+    chips = [chip for chip, times in sorted(faster.items()) if max(times) <= 1]
+    more = {("conv_residual_norm", "lamport"): tuple(chips)} if chips else {}
+    return {**{key: tuple(chips) for key, chips in found.items()}, **more}
 
 
 def dependent_launch() -> tuple[str, ...]:

@@ -19,7 +19,7 @@ def launches_of(chip: str, rows: int, ranks: int) -> list[Launch]:
     with launching_for(Target.parse(chip)), recorded() as launches:
         work = Workspace(
             meta(ranks, dtype=torch.int64), meta(8, dtype=torch.int32), ranks - 1, ranks, 6144,
-            ptx=chip != "mi300x", trap=chip != "mi300x",
+            send=2 if chip != "mi300x" else 0, trap=chip != "mi300x",
         )  # fmt: skip
         wide = meta(rows, 6144)
         work.run(wide, wide, wide, meta(share, 4), meta(6144), 1e-6, meta(9, 16, 1, share),
@@ -32,17 +32,15 @@ def launches_of(chip: str, rows: int, ranks: int) -> list[Launch]:
                                             ("mi300x", "gfx942")])  # fmt: skip
 def test_one_launch(chip: str, arch: str) -> None:
     (report,) = compile_all(launches_of(chip, 1, 2), [arch], 1)
-    assert not report.faults()
+    assert report.spills <= 4  # ptxas trades a few words for more blocks on a unit
     if arch.startswith("sm"):
         # Words go whole and past the caches in both directions, and a lost rank ends the kernel.
-        assert report.count(r"st\.relaxed\.sys\.global\.b32") and report.count(r"ld\.volatile")
+        assert report.count(r"st\.relaxed\.sys\.global\.v4\.b32") and report.count(r"ld\.volatile")
         assert not report.count(r"st\.volatile") and report.count("trap;")
 
 
-def test_three_launches_of_eight_ranks() -> None:
-    publish, reduce, gather = launches_of("h200", 512, 8)
-    first, second = compile_all([publish, reduce], ["sm90"], 2)
-    assert not first.faults() and not second.faults()
-    # Nobody waits in the launch that publishes: the control word is all that it reads so.
-    assert first.count(r"ld\.volatile") == 1 and not first.count("trap;")
-    assert gather.grid == (512, 1)
+def test_a_long_step_of_eight_ranks() -> None:
+    (launch,) = launches_of("h200", 512, 8)
+    (report,) = compile_all([launch], ["sm90"], 1)
+    assert report.spills <= 4 and launch.grid == (132, 1)
+    assert report.registers * 32 * report.warps <= 65536

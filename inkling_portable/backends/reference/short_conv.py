@@ -9,7 +9,7 @@ from the request alone: the engine may let a request start on a prefix that anot
 the same step, and then the row of the other is the source, not the state that it is about to write.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -186,6 +186,6 @@ def _all_gather(x: Tensor, group: str) -> Tensor:
 
 
 def _process_group(name: str) -> "torch.distributed.ProcessGroup":
-    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+    from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(GroupName(name))
+    return _resolve_process_group(cast(Any, name))

@@ -10,10 +10,16 @@ A published word of all ones becomes another NaN, so every value arrives as what
 zeros among them, and nothing that occurs in data can make a reader wait.
 
 **Memory order.** No word's meaning depends on another, so words need no order among themselves:
-each is stored whole (aligned, relaxed at system scope) and read by volatile loads, past the L1.
-Reuse of memory stands on links "a kernel reads a word and ends" and "a later kernel of the stream
-stores", which the end of a kernel orders (with dependent launch, `gdc_wait`, before which nothing
-of ours is touched).
+each is stored whole (aligned, relaxed at system scope, four by one instruction, which need not
+arrive together) and read by volatile loads, past the L1. Reuse of memory stands on links "a kernel
+reads a word and ends" and "a later kernel of the stream stores", which the end of a kernel orders
+(with dependent launch, `gdc_wait`, before which nothing of ours is touched).
+
+**Copies.** Where a program has more threads than words, Triton gives several threads the same one,
+and only one of them says whether it is there: another may have looked too early. So what such a
+program waited for it reads once more, after the barrier in the reduction that ended the wait. Such
+threads also store twice; a store that comes late finds its word not yet emptied, since that is done
+after words of the next call have come from the same rank.
 
 **Reuse.** Call n uses generation n mod 3 of the memory; the count lies in device memory, advanced
 by the last program of a call, so replayed graphs go on where any call stopped. While rank R is in
@@ -22,11 +28,10 @@ words arrive in the generations of n and n + 1 only, and R may empty that of n -
 as it used. P stores there in n + 2, after reading words of R's n + 1, before which R's call n ended
 with its emptying. Two generations would not do: n - 1 and n + 1 would be one.
 
-**Liveness.** Short steps take one launch: a program publishes before it waits, and waits for what
-others publish before they wait or after such a wait; there are no more programs than compute units,
-so all run at once. Longer steps take three launches: publish; sum, convolve and publish; gather and
-norm. A program waits for words of earlier launches of other ranks only, so the order of launches is
-an order of all waits, whatever a chip has room for. Ranks make the same calls on one stream each.
+**Liveness.** There are no more programs than compute units, so all run at once, whatever the rows;
+a program publishes its parts of all its rows before it waits for any. Sums wait for such parts
+only, and gathers, which a program begins when it has published all its sums, for such sums. Ranks
+make the same calls on one stream each.
 
 **A rank that is gone.** After `PATIENCE` polls (minutes) a program notes it in `control` and traps:
 the server ends with a CUDA error and not with wrong numbers.
@@ -35,7 +40,7 @@ the server ends with a CUDA error and not with wrong numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -45,6 +50,7 @@ from torch import Tensor
 from inkling_portable.backends.triton._common import (
     check_rows,
     compute_units,
+    is_rocm,
     next_power_of_2,
     options,
     pdl,
@@ -52,14 +58,18 @@ from inkling_portable.backends.triton._common import (
 )
 from inkling_portable.backends.triton.norm import scaled
 from inkling_portable.backends.triton.short_conv import conv_residual_norm as portable
+from inkling_portable.backends.triton.short_conv import load_weight, packed_taps, tap_weight
 from inkling_portable.registry import Facts, Gather
 from inkling_portable.target import Target
 
 HAND_OVER = 512
 """Rows beyond which all ranks take the portable exchange. Not measured: where that one wins."""
-PATIENCE = 1 << 28
-"""Polls before a rank is given up: each is a load of at least half a microsecond, so minutes."""
+PATIENCE, TRIAL_PATIENCE = 1 << 28, 1 << 26
+"""Polls before a rank is given up, while serving and when the exchange is tried at start: each is a
+load of at least half a microsecond, so minutes."""
 GENERATIONS = 3
+SENDS = ("plain", "relaxed at system scope", "the same, four words at once")
+"""How words are stored; the last needs pieces of whole fours."""
 MOST_PIECES = 8  # programs that share a row of a short step
 ARRIVED, GAVE_UP, USED = 1, 2, 4
 """Words of `control` behind the generation of the next call: programs of this call that have ended,
@@ -69,12 +79,12 @@ _GAVE_UP, _ARRIVED, _USED = (tl.constexpr(n) for n in (GAVE_UP, ARRIVED, USED))
 
 @triton.jit
 def _words(values):
-    """Published words of values [n]: [n / 2] of two bfloat16 each, [n] of float32."""
+    """Published words of values [n, m]: [n, m / 2] of two bfloat16 each, [n, m] of float32."""
     if values.dtype == tl.float32:
         words = values.to(tl.int32, bitcast=True)
     else:
-        half: tl.constexpr = values.shape[0] // 2
-        low, high = tl.split(tl.reshape(values.to(tl.int16, bitcast=True), [half, 2]))
+        pairs: tl.constexpr = [values.shape[0], values.shape[1] // 2, 2]
+        low, high = tl.split(tl.reshape(values.to(tl.int16, bitcast=True), pairs))
         words = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
     return tl.where(words == -1, 0x7FFF7FFF, words)
 
@@ -90,55 +100,98 @@ def _high(words):
 
 
 @triton.jit
-def _plus(a, b):
-    """From a rank to the next and from no zero: a sum of negative zeros is one."""
-    return a + b
-
-
-@triton.jit
-def _send(address, words, mask, PTX: tl.constexpr):
-    """Store one word at each address, which may be another GPU's."""
-    if PTX:
+def _send(place, words, mask, SEND: tl.constexpr):
+    """Store words [n, m] at `place`, which may be another GPU's memory; see SENDS."""
+    if SEND == 0:
+        tl.store(place, words, mask=mask)
+    elif SEND == 1:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $3, 0; "
             "@p st.relaxed.sys.global.b32 [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,r,r", [address, words, mask.to(tl.int32)], tl.int32, False, 1,
+            "=r,l,r,r", [place.to(tl.int64), words, mask.to(tl.int32)], tl.int32, False, 1,
         )  # fmt: skip
     else:
-        tl.store(address.to(tl.pointer_type(tl.int32)), words, mask=mask)
+        at, _, _, _ = _quads(place.to(tl.int64))
+        some, _, _, _ = _quads(mask.to(tl.int32))
+        first, second, third, fourth = _quads(words)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $6, 0; "
+            "@p st.relaxed.sys.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }",
+            "=r,l,r,r,r,r,r", [at, first, second, third, fourth, some], tl.int32, False, 1,
+        )  # fmt: skip
 
 
 @triton.jit
-def _receive(place, mask, control, patience, TRAP: tl.constexpr):
+def _quads(values):
+    """[n, m] -> four of [n, m / 4]: the first, second, third and fourth of each four."""
+    size: tl.constexpr = values.shape[1] // 4
+    even, odd = tl.split(tl.reshape(values, [values.shape[0], size, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _receive(place, mask, control, patience, TRAP: tl.constexpr, THREADS: tl.constexpr):
     """Words at `place`, once none of them is empty."""
     words = tl.load(place, mask=mask, other=0, volatile=True)
     polls = 0
     while (tl.max(tl.where(mask & (words == -1), 1, 0)) != 0) & (polls < patience):
         words = tl.load(place, mask=mask, other=0, volatile=True)
         polls += 1
+    _give_up(polls, patience, control, TRAP)
+    if words.shape[0] < THREADS:  # see Copies
+        words = tl.load(place, mask=mask, other=0, volatile=True)
+    return words
+
+
+@triton.jit
+def _give_up(polls, patience, control, TRAP: tl.constexpr):
     if polls >= patience:
         tl.store(control + _GAVE_UP, 1)
         if TRAP:
             tl.inline_asm_elementwise("trap; mov.b32 $0, $1;", "=r,r", [polls], tl.int32, False, 1)
-    return words
+
+
+@triton.jit
+def _all_ranks(place, mask, SHARE: tl.constexpr, RANKS: tl.constexpr):
+    """Words [n] of every rank, and whether any is empty."""
+    words = ()
+    missing = tl.zeros(mask.shape, tl.int1)
+    for rank in tl.static_range(RANKS):
+        words += (tl.load(place + rank * SHARE, mask=mask, other=0, volatile=True),)  # type: ignore[assignment]
+        missing = missing | (mask & (words[rank] == -1))
+    return words, tl.max(missing.to(tl.int32)) != 0
 
 
 @triton.jit
 def _total(
     parts, row, first, control, patience, SHARE: tl.constexpr, PIECE: tl.constexpr,
     BLOCK: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr, TRAP: tl.constexpr,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
     """Sum over ranks of `PIECE` words from word `first` of this rank's share of a row, float32."""
-    rank = tl.arange(0, RANKS)
     word = tl.arange(0, BLOCK)
-    place = parts + ((row * RANKS + rank) * SHARE)[:, None] + (first + word)[None, :]
-    mask = (rank >= 0)[:, None] & (word < PIECE)[None, :]
-    words = _receive(place, mask, control, patience, TRAP)
+    mask = word < PIECE
+    place = parts + row * RANKS * SHARE + first + word
+    words, missing = _all_ranks(place, mask, SHARE, RANKS)
+    polls = 0
+    while missing & (polls < patience):
+        words, missing = _all_ranks(place, mask, SHARE, RANKS)
+        polls += 1
+    _give_up(polls, patience, control, TRAP)
+    if BLOCK < THREADS:  # see Copies
+        words, _ = _all_ranks(place, mask, SHARE, RANKS)
     if PAIRS:
-        low = tl.reduce(_low(words), 0, _plus)
-        total = tl.interleave(low, tl.reduce(_high(words), 0, _plus))
+        low, high = _low(words[0]), _high(words[0])
+        for rank in tl.static_range(1, RANKS):
+            low += _low(words[rank])
+            high += _high(words[rank])
+        total = tl.interleave(low, high)
     else:
-        total = tl.reduce(words.to(tl.float32, bitcast=True), 0, _plus)
+        total = words[0].to(tl.float32, bitcast=True)
+        for rank in tl.static_range(1, RANKS):
+            total += words[rank].to(tl.float32, bitcast=True)
     return total
 
 
@@ -150,10 +203,10 @@ def _exchange_kernel(
     state_stride_w, eps, H: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr,
     RANKS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr,
     GENERATIONS: tl.constexpr, PAIRS: tl.constexpr, HAS_EXTRA: tl.constexpr,
-    HAS_NORM: tl.constexpr, PUBLISH: tl.constexpr, REDUCE: tl.constexpr, GATHER: tl.constexpr,
-    PTX: tl.constexpr, TRAP: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, PACKED: tl.constexpr, SEND: tl.constexpr, TRAP: tl.constexpr,
+    THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, piece). PUBLISH, REDUCE and GATHER are the phases of this launch.
+    """Program (i, piece) has rows i, i + programs, ... and a piece of this rank's share of each.
 
     A rank's memory, in words: for each generation parts [limit, RANKS, H / RANKS] and then rows
     [limit, H], a word being a channel or a pair of them.
@@ -162,97 +215,113 @@ def _exchange_kernel(
     LINE: tl.constexpr = H // PER_WORD
     SHARE: tl.constexpr = LINE // RANKS
     PIECE: tl.constexpr = SHARE // PIECES
-    row = tl.program_id(0).to(tl.int64)
+    WORDS: tl.constexpr = BLOCK // PER_WORD
+    first = tl.program_id(0)
+    programs = tl.num_programs(0)
     piece = tl.program_id(1)
     channel = tl.arange(0, BLOCK)
     inside = channel < PIECE * PER_WORD
     channel += piece * PIECE * PER_WORD  # in this rank's share
-    word = tl.arange(0, BLOCK // PER_WORD)
-    whole = word < PIECE
+    word = tl.arange(0, WORDS)
+    rank = tl.arange(0, RANKS)
+    whole = (rank >= 0)[:, None] & (word < PIECE)[None, :]
     word += piece * PIECE
+    column = tl.arange(0, ROW_BLOCK)
+    present = column < H
+    everyone = tl.multiple_of(tl.load(peers + rank).to(tl.pointer_type(tl.int32)), 16)
+    own = tl.multiple_of(tl.load(peers + me).to(tl.pointer_type(tl.int32)), 16)
+    newest = load_weight(conv_weight, channel, inside, weight_stride_c, weight_stride_k, TAPS - 1,
+                         PACKED)  # fmt: skip
+    if HAS_NORM:
+        gain = tl.load(norm_weight + column, mask=present, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     generation = tl.load(control, volatile=True)
     size = limit.to(tl.int64) * LINE
     start = generation * 2 * size
-    own = tl.load(peers + me).to(tl.pointer_type(tl.int32))
-    if PUBLISH:
-        for owner in tl.static_range(RANKS):
-            at = owner * SHARE * PER_WORD + channel
-            z = tl.load(partial + row * partial_stride + at, mask=inside, other=0.0)
-            if HAS_EXTRA:
-                more = tl.load(extra + row * extra_stride + at, mask=inside, other=0.0)
-                z = (z.to(tl.float32) + more.to(tl.float32)).to(z.dtype)
-            offset = start + (row * RANKS + me) * SHARE + word
-            _send(tl.load(peers + owner) + 4 * offset, _words(z), whole, PTX)
-    if REDUCE:
-        parts = own + start
-        kind: tl.constexpr = summed.dtype.element_ty
-        in_state = (channel // W) * state_stride_g + (channel % W) * state_stride_w
+    for index in range(first, rows, programs):
+        row = start * 0 + index
+        at = (rank * SHARE * PER_WORD)[:, None] + channel[None, :]
+        some = (rank >= 0)[:, None] & inside[None, :]
+        z = tl.load(partial + row * partial_stride + at, mask=some, other=0.0)
+        if HAS_EXTRA:
+            more = tl.load(extra + row * extra_stride + at, mask=some, other=0.0)
+            z = (z.to(tl.float32) + more.to(tl.float32)).to(z.dtype)
+        place = everyone[:, None] + (start + (row * RANKS + me) * SHARE + word)[None, :]
+        _send(place, _words(z), whole, SEND)
+    parts = own + start
+    kind: tl.constexpr = summed.dtype.element_ty
+    in_state = (channel // W) * state_stride_g + (channel % W) * state_stride_w
+    before = (generation + GENERATIONS - 1) % GENERATIONS
+    used = tl.load(control + _USED + before, volatile=True)
+    tl.debug_barrier()  # no compiler may sink a store below it
+    for index in range(first, rows, programs):
+        row = start * 0 + index
         slot = tl.load(slots + row)
         real = slot >= 0
-        z = _total(parts, row, piece * PIECE, control, patience, SHARE, PIECE,
-                   BLOCK // PER_WORD, RANKS, PAIRS, TRAP).to(kind)  # fmt: skip
-        taps = conv_weight + channel * weight_stride_c
-        last = tl.load(taps + (TAPS - 1) * weight_stride_k, mask=inside, other=0.0)
-        total = z.to(tl.float32)
-        total += tl.where(real, total * last.to(tl.float32), 0.0)
+        # The state's taps are on their way while this waits for the others.
+        origins = ()
         for back in tl.static_range(1, TAPS):
-            source = tl.load(sources + row * (TAPS - 1) + TAPS - 1 - back)
-            value = tl.zeros((BLOCK,), dtype=kind)
-            if real:
-                if source >= 0:
-                    value = _total(parts, source, piece * PIECE, control, patience, SHARE, PIECE,
-                                   BLOCK // PER_WORD, RANKS, PAIRS, TRAP).to(kind)  # fmt: skip
-                elif source < -1:
-                    from_slot = -2 - source
-                    cell = state + (from_slot // page) * state_stride_b
-                    cell += (from_slot % page) * state_stride_t
-                    value = tl.load(cell + in_state, mask=inside, other=0.0).to(kind)
-            weight = tl.load(taps + (TAPS - 1 - back) * weight_stride_k, mask=inside, other=0.0)
-            total += value.to(tl.float32) * weight.to(tl.float32)
+            origins += (tl.load(sources + row * (TAPS - 1) + TAPS - 1 - back),)  # type: ignore[assignment]
+        older = ()
+        for back in tl.static_range(1, TAPS):
+            from_slot = tl.maximum(-2 - origins[back - 1], 0)
+            cell = state + (from_slot // page) * state_stride_b
+            cell += (from_slot % page) * state_stride_t
+            kept = inside & (channel < tl.where(real & (origins[back - 1] < -1), H, 0))
+            older += (tl.load(cell + in_state, mask=kept, other=0.0).to(kind),)  # type: ignore[assignment]
+        z = _total(parts, row, piece * PIECE, control, patience, SHARE, PIECE, WORDS, RANKS, PAIRS,
+                   TRAP, THREADS).to(kind)  # fmt: skip
+        total = z.to(tl.float32)
+        total += tl.where(real, total * tap_weight(newest, PACKED, TAPS - 1), 0.0)
+        for back in tl.static_range(1, TAPS):
+            value = older[back - 1]  # type: ignore[var-annotated]
+            source = origins[back - 1]  # type: ignore[var-annotated]
+            if real & (source >= 0):
+                value = _total(parts, source, piece * PIECE, control, patience, SHARE, PIECE, WORDS,
+                               RANKS, PAIRS, TRAP, THREADS).to(kind)  # fmt: skip
+            if PACKED:
+                weight = newest
+            else:
+                weight = load_weight(conv_weight, channel, inside, weight_stride_c,
+                                     weight_stride_k, TAPS - 1 - back, False)  # fmt: skip
+            total += value.to(tl.float32) * tap_weight(weight, PACKED, TAPS - 1 - back)
+        words = tl.broadcast_to(_words(total.to(kind)[None, :]), [RANKS, WORDS])
+        place = everyone[:, None] + (start + size + row * LINE + me * SHARE + word)[None, :]
+        _send(place, words, whole, SEND)
         write = tl.maximum(slot, 0)
         cell = state + (write // page) * state_stride_b + (write % page) * state_stride_t
         tl.store(cell + in_state, z, mask=inside & (channel < tl.where(real, H, 0)))
-        words = _words(total.to(kind))
-        offset = start + size + row * LINE + me * SHARE + word
-        for owner in tl.static_range(RANKS):
-            _send(tl.load(peers + owner) + 4 * offset, words, whole, PTX)
-        # What the call before used is empty again before the call after is published.
-        before = (generation + GENERATIONS - 1) % GENERATIONS
-        rank = tl.arange(0, RANKS)
-        for stale in range(row, tl.load(control + _USED + before), rows):
-            line = own + before * 2 * size + stale * LINE
-            place = line + (rank * SHARE)[:, None] + word[None, :]
-            mask = (rank >= 0)[:, None] & whole[None, :]
-            empty = tl.full((RANKS, BLOCK // PER_WORD), -1, tl.int32)
-            tl.store(place, empty, mask=mask)
-            tl.store(place + size, empty, mask=mask)
-    if GATHER:
-        column = tl.arange(0, ROW_BLOCK)
-        present = column < H
-        mine = (column >= piece * (H // PIECES)) & (column < (piece + 1) * (H // PIECES))
+    # What the call before used is empty again before the call after is published.
+    for stale in range(first, used, programs):
+        line = own + before * 2 * size + (start * 0 + stale) * LINE
+        place = line + (rank * SHARE)[:, None] + word[None, :]
+        empty = tl.full((RANKS, WORDS), -1, tl.int32)
+        tl.store(place, empty, mask=whole)
+        tl.store(place + size, empty, mask=whole)
+    tl.debug_barrier()  # nor read the generation after it
+    ended = tl.atomic_add(control + _ARRIVED, 1)
+    for index in range(first, rows, programs):
+        row = start * 0 + index
         carried = tl.load(residual + row * residual_stride + column, mask=present, other=0.0)
-        if HAS_NORM:
-            gain = tl.load(norm_weight + column, mask=present, other=0.0)
         at = tl.arange(0, ROW_BLOCK // PER_WORD)
-        line = own + start + size + row * LINE
-        words = _receive(line + at, at < LINE, control, patience, TRAP)
+        words = _receive(own + start + size + row * LINE + at, at < LINE, control, patience, TRAP,
+                         THREADS)  # fmt: skip
         if PAIRS:
             branch = tl.interleave(_low(words), _high(words))
         else:
             branch = words.to(tl.float32, bitcast=True)
         y = (carried.to(tl.float32) + branch).to(carried.dtype)
+        mine = (column >= piece * (H // PIECES)) & (column < (piece + 1) * (H // PIECES))
         tl.store(summed + row * H + column, y, mask=mine)
         if HAS_NORM:
             out = scaled(y.to(tl.float32), gain.to(tl.float32), H, eps)
             tl.store(normed + row * H + column, out, mask=mine)
-        ended = tl.atomic_add(control + _ARRIVED, 1)
-        if ended == rows * PIECES - 1:
-            tl.store(control + _ARRIVED, 0)
-            tl.store(control + _USED + generation, rows)
-            tl.store(control, (generation + 1) % GENERATIONS)
+    if ended == programs * PIECES - 1:  # all programs of this call have read the generation
+        tl.store(control + _ARRIVED, 0)
+        tl.store(control + _USED + generation, rows)
+        tl.store(control, (generation + 1) % GENERATIONS)
 
 
 @dataclass
@@ -260,7 +329,7 @@ class Workspace:
     """One rank's view of the memory that a group shares.
 
     peers [ranks] int64: addresses of the ranks' memories, `words_of` words each, all -1; control
-    [8] int32, zeros. `ptx`: NVIDIA's instructions may be used. `keep` owns the memory.
+    [8] int32, zeros. `send` is one of SENDS. `keep` owns the memory.
     """
 
     peers: Tensor
@@ -269,7 +338,7 @@ class Workspace:
     ranks: int
     hidden: int
     limit: int = HAND_OVER
-    ptx: bool = True
+    send: int = 2
     patience: int = PATIENCE
     trap: bool = True
     generations: int = GENERATIONS
@@ -278,9 +347,9 @@ class Workspace:
     def run(
         self, partial: Tensor, extra: Tensor | None, residual: Tensor, conv_weight: Tensor,
         norm_weight: Tensor | None, eps: float, state: Tensor, slots: Tensor, sources: Tensor,
-        pieces: int, launches: int,
+        programs: int, pieces: int, warps: int = 8,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The op, in one launch or three, with `pieces` programs to a row; see `plan`."""
+        """The op by `programs` times `pieces` programs that share rows and a row; see `plan`."""
         check_rows("conv_residual_norm", partial=partial, extra=extra, residual=residual,
                    slots=slots, sources=sources, norm_weight=norm_weight)  # fmt: skip
         rows, width = partial.shape
@@ -296,21 +365,20 @@ class Workspace:
         summed = torch.empty(rows, width, dtype=partial.dtype, device=partial.device)
         normed = summed[:0] if norm_weight is None else torch.empty_like(summed)
         block, _ = row_block("conv_residual_norm", width)
-        phases = ((True, True, True),) if launches == 1 else (
-            (True, False, False), (False, True, False), (False, False, True))  # fmt: skip
-        for publish, reduce, gather in phases:
-            _exchange_kernel[(rows, pieces)](
-                partial, extra, residual, conv_weight, norm_weight, normed, summed, state, slots,
-                sources, self.peers, self.control, self.rank, rows, self.patience, self.limit,
-                state.shape[1], partial.stride(0), 0 if extra is None else extra.stride(0),
-                residual.stride(0), *conv_weight.stride(), *state.stride(), eps, H=width,
-                W=state.shape[3], TAPS=conv_weight.shape[1], RANKS=self.ranks,
-                PIECES=pieces, BLOCK=next_power_of_2(piece), ROW_BLOCK=block,
-                GENERATIONS=self.generations, PAIRS=pairs, HAS_EXTRA=extra is not None,
-                HAS_NORM=norm_weight is not None, PUBLISH=publish, REDUCE=reduce, GATHER=gather,
-                PTX=self.ptx, TRAP=self.trap, PDL=pdl(),
-                **options(num_warps=8 if gather or piece >= 2048 else 4),
-            )  # fmt: skip
+        packed = packed_taps(conv_weight)
+        weight = conv_weight.view(torch.int64) if packed else conv_weight
+        send = self.send if self.send != 2 or piece % (8 if pairs else 4) == 0 else 1
+        _exchange_kernel[(min(programs, rows), pieces)](
+            partial, extra, residual, weight, norm_weight, normed, summed, state, slots, sources,
+            self.peers, self.control, self.rank, rows, self.patience, self.limit, state.shape[1],
+            partial.stride(0), 0 if extra is None else extra.stride(0), residual.stride(0),
+            *conv_weight.stride(), *state.stride(), eps, H=width, W=state.shape[3],
+            TAPS=conv_weight.shape[1], RANKS=self.ranks, PIECES=pieces,
+            BLOCK=next_power_of_2(piece), ROW_BLOCK=block, GENERATIONS=self.generations,
+            PAIRS=pairs, HAS_EXTRA=extra is not None, HAS_NORM=norm_weight is not None,
+            PACKED=packed, SEND=send, TRAP=self.trap, THREADS=warps * (64 if is_rocm() else 32),
+            PDL=pdl(), **options(num_warps=warps),
+        )  # fmt: skip
         return normed, summed
 
 
@@ -319,14 +387,13 @@ def words_of(limit: int, hidden: int, bfloat16: bool, generations: int = GENERAT
     return generations * 2 * limit * hidden // (2 if bfloat16 else 1)
 
 
-def plan(rows: int, share: int) -> tuple[int, int]:
-    """(pieces of a row, launches) for a step: one launch while all its programs run at once."""
-    if rows > compute_units():
-        return 1, 3
+def plan(rows: int, share: int) -> tuple[int, int, int]:
+    """(programs, pieces of a row, warps) of a step; all programs run at once."""
+    units = compute_units()
     pieces = MOST_PIECES
-    while pieces > 1 and (pieces * rows > compute_units() or share % (2 * pieces)):
+    while pieces > 1 and (pieces * rows > units or share % (2 * pieces)):
         pieces //= 2
-    return pieces, 1
+    return units // pieces, pieces, 8
 
 
 _prepared: dict[str, Workspace] = {}
@@ -362,7 +429,7 @@ def prepare(target: Target, facts: Facts, group: str, gather: Gather) -> str | N
     if len(set(hosts)) > 1:
         return f"needs all ranks on one host; found {', '.join(sorted(set(hosts)))}"
     found: list[Workspace] = []
-    for step in (_map, _try):
+    for step in (_allocate, _map, _try):
         reason = None
         try:
             reason = step(facts, group, found)
@@ -375,22 +442,32 @@ def prepare(target: Target, facts: Facts, group: str, gather: Gather) -> str | N
     return None
 
 
-def _map(facts: Facts, group: str, found: list[Workspace]) -> str | None:
+def _allocate(facts: Facts, group: str, found: list[Workspace]) -> str | None:
+    """By itself, since mapping waits for all ranks and one may have no memory left."""
     import torch.distributed._symmetric_memory as symmetric
-    from torch.distributed.distributed_c10d import GroupName
 
     device = torch.device("cuda", torch.cuda.current_device())
     words = words_of(HAND_OVER, facts.hidden, facts.dtype == "bfloat16")
     memory = symmetric.empty(words, dtype=torch.int32, device=device)
     memory.fill_(-1)
     torch.cuda.synchronize()
-    handle = symmetric.rendezvous(memory, GroupName(group))
     found.append(Workspace(
-        torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device),
-        torch.zeros(8, dtype=torch.int32, device=device), handle.rank, handle.world_size,
-        facts.hidden, ptx=torch.version.hip is None, patience=1 << 26, trap=False,
-        keep=(memory, handle),
+        torch.empty(0), torch.zeros(8, dtype=torch.int32, device=device), 0, 0, facts.hidden,
+        send=0 if torch.version.hip else 2, patience=TRIAL_PATIENCE, trap=False, keep=memory,
     ))  # fmt: skip
+    return None
+
+
+def _map(facts: Facts, group: str, found: list[Workspace]) -> str | None:
+    import torch.distributed._symmetric_memory as symmetric
+
+    work, memory = found[0], found[0].keep
+    handle = symmetric.rendezvous(memory, cast(Any, group))
+    # Addresses are those of allocations, of which the memory may be a later part.
+    offset = memory.data_ptr() - handle.buffer_ptrs[handle.rank]
+    addresses = [address + offset for address in handle.buffer_ptrs]
+    work.peers = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
+    work.rank, work.ranks, work.keep = handle.rank, handle.world_size, (memory, handle)
     return None
 
 
@@ -411,9 +488,11 @@ def _try(facts: Facts, group: str, found: list[Workspace]) -> str | None:
         torch.arange(rows, device=device), zeros,
     )  # fmt: skip
     wanted = portable(*arguments, group)[1]
-    tries = [work.run(*arguments, 1, launches)[1] for launches in (1, 3, 1, 1)]
-    if int(work.control[GAVE_UP]):
-        return "waited in vain for words of another rank"
+    for programs in (rows, 1, 2, rows):
+        got = work.run(*arguments, programs, 1)[1]
+        if int(work.control[GAVE_UP]):
+            return "waited in vain for words of another rank"
+        if not torch.equal(got, wanted):
+            return "got other words than the portable exchange"
     work.patience, work.trap = PATIENCE, True
-    same = all(torch.equal(one, wanted) for one in tries)
-    return None if same else "got other words than the portable exchange"
+    return None
