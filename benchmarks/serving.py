@@ -134,6 +134,9 @@ class Served:
         else:
             # What `vllm serve` schedules at once there. A given size leaves profiling out.
             more |= {"max_num_batched_tokens": 8192, "kv_cache_memory_bytes": options.cache << 30}
+        if options.variant == "off-split":
+            # It would compile for every number of splits; a kernel's first use does as well.
+            more["kernel_config"] = {"enable_jit_warmup": False}
         began = time.monotonic()
         self.llm = LLM(
             str(folder), load_format="dummy", tokenizer_mode="hf", skip_tokenizer_init=True,
