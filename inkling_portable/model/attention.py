@@ -48,13 +48,14 @@ class AttentionMetadataBuilder(MetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.slots = torch.full((self.rows,), -1, dtype=torch.int64, device=self.device)
+        self.filled = 0
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> AttentionMetadata:  # fmt: skip
         step = common_attn_metadata
-        fill_slots(self.slots, step.slot_mapping)
+        self.filled = fill_slots(self.slots, step.slot_mapping, self.filled)
         return AttentionMetadata(
             step.block_table_tensor, step.query_start_loc, step.seq_lens, self.slots,
             step.max_query_len, step.max_seq_len,

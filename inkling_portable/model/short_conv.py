@@ -53,14 +53,15 @@ class ConvMetadataBuilder(MetadataBuilder):
             (self.rows, state.taps - 1), -1, dtype=torch.int64, device=self.device
         )
         self.rows_of = torch.empty(0, dtype=torch.int32, device=self.device)
+        self.filled = 0
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> ConvMetadata:  # fmt: skip
         step, state = common_attn_metadata, self.layers[0]
-        rows = step.slot_mapping.shape[0]
-        fill_slots(self.slots, step.slot_mapping)
+        before, rows = self.filled, step.slot_mapping.shape[0]
+        self.filled = fill_slots(self.slots, step.slot_mapping, before)
         if self.rows_of.shape[0] != state.cells:  # the cache is bound after the builder is made
             self.rows_of = self.slots.new_zeros(state.cells, dtype=torch.int32)
         if state.cells:
@@ -68,15 +69,21 @@ class ConvMetadataBuilder(MetadataBuilder):
                 step.query_start_loc, step.seq_lens, step.block_table_tensor, self.slots[:rows],
                 state.block, self.rows_of, self.sources[:rows],
             )  # fmt: skip
-            self.sources[rows:].fill_(-1)
+            if before > rows:
+                self.sources[rows:before].fill_(-1)
         return ConvMetadata(self.slots, self.sources)
 
 
-def fill_slots(buffer: Tensor, slots: Tensor) -> None:
-    """Copy a step's slots and mark the rows behind them: a graph may replay more rows than that."""
+def fill_slots(buffer: Tensor, slots: Tensor, before: int) -> int:
+    """Copy a step's slots and mark the rows behind them: a graph may replay more rows than that.
+
+    Of those only the rows that a wider step before has left, `before` in all, are not marked yet.
+    """
     count = slots.shape[0]
     buffer[:count].copy_(slots)
-    buffer[count:].fill_(-1)
+    if before > count:
+        buffer[count:before].fill_(-1)
+    return count
 
 
 class ConvBackend(CacheBackend):
