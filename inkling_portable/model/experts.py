@@ -9,8 +9,12 @@ size, the checkpoint's own.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -198,6 +202,27 @@ class OwnExperts(nn.Module):
         )
 
 
+SINKS_BESIDE = 0
+"""Up to so many rows the sinks run on a stream of their own, beside the routed experts."""
+
+
+@functools.cache
+def _stream() -> Any:
+    return torch.cuda.Stream()
+
+
+@contextmanager
+def _beside(rows: int) -> Iterator[Callable[[], None]]:
+    """The block's work beside what follows it, up to a call of what is yielded."""
+    if rows > SINKS_BESIDE:
+        yield lambda: None
+        return
+    ours, side = torch.cuda.current_stream(), _stream()
+    side.wait_stream(ours)
+    with torch.cuda.stream(side):
+        yield lambda: ours.wait_stream(side)
+
+
 class MoE(nn.Module):
     """Returns this rank's partial sums of routed and sink experts, apart.
 
@@ -254,12 +279,17 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> (routed partial [T, H], sink partial [T, H])."""
-        logits, weights, ids, sinks = self._score(x)
+        logits = self.ops.gate_logits(x, self.gate.weight)
+        weights, ids, gammas = self._route(logits)
+        with _beside(x.shape[0]) as join:
+            sinks = self.sink_experts(x, gammas)
         if self.own:
-            return self.experts(x, weights, ids), sinks
-        self._routed = (logits, weights, ids)
-        routed = self.experts(hidden_states=x, router_logits=logits)
-        self._routed = None
+            routed = self.experts(x, weights, ids)
+        else:
+            self._routed = (logits, weights, ids)
+            routed = self.experts(hidden_states=x, router_logits=logits)
+            self._routed = None
+        join()
         return routed, sinks
 
     def warm_up_calls(self) -> list[Call]:
