@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.model import self_check
 from inkling_portable.model.preprocess import ImageSettings, image_patches
 from inkling_portable.registry import Facts, resolve
 from inkling_portable.target import Target
@@ -57,6 +58,10 @@ def test_greedy_output_is_the_same(engines: Callable[..., Engine], count: int) -
         assert engine.greedy([ids], 24) == [tokens]
     drafted = engine.counter("vllm:spec_decode_num_draft_tokens") - before
     assert drafted >= 20 * count * len(prompts)
+    # A start checks the depths on their loaded weights too.
+    draft = runner_of(engine).drafter.model
+    line = self_check.check(draft, draft.vllm_config)
+    assert line is not None and "ops agree" in line and "transformer_block (" in line
 
 
 # --- drafts ---------------------------------------------------------------------------------------
