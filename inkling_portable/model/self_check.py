@@ -54,7 +54,11 @@ def check(model: Any, vllm_config: VllmConfig) -> str | None:
             op, where = contract(name), f"{name} by {', then '.join(chosen)} in {part}"
             given = _less(dict(zip(op.signature.parameters, args, strict=False)), end)
             if not given.get("group"):  # or every rank had to sum once more, in step
-                found, share = agreement.held(op, kernel, given)
+                # vLLM's own products under batch invariance know no float64.
+                home = "cpu" if model.settings.facts.batch_invariant else None
+                given = {n: agreement.convert(v, device=home) if home else v
+                         for n, v in given.items()}  # fmt: skip
+                found, share = agreement.held(op, kernel, given, str(device))
                 shares[where] = max(share, shares.get(where, 0.0))
                 if found:
                     raise SelectionError(
