@@ -1,6 +1,6 @@
 """Serving one rank of eight on one GPU: decode, prefill, drafts and throughput, by variant.
 
-    python -m benchmarks.serving --all --out benchmarks/results/serving-h200.json
+    python -m benchmarks.serving --all --out benchmarks/results/serving/rank-h200.json
     python -m benchmarks.serving --variant plugin [--cases decode,profile=1x8192,prefill=65536]
         [--drafts K] [--layers 66] [--weights nvfp4] [--out FILE]
     python -m benchmarks.serving --tiny --variant plugin    # tries the script itself, on a CPU
@@ -157,7 +157,7 @@ class Served:
         else:
             # What `vllm serve` schedules at once there. A given size leaves profiling out.
             more |= {"max_num_batched_tokens": 8192, "kv_cache_memory_bytes": options.cache << 30}
-        if options.variant == "off-split":
+        if getattr(options, "variant", "") == "off-split":
             # It would compile for every number of splits; a kernel's first use does as well.
             more["kernel_config"] = {"enable_jit_warmup": False}
         began = time.monotonic()
