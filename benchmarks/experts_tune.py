@@ -15,8 +15,6 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-import torch
-
 from benchmarks.experts import MODELS, calls_for, realistic, tokens_of
 from benchmarks.timing import median_us
 from inkling_portable.backends.cuda import compiled
@@ -104,8 +102,7 @@ def compile_ahead(call: Callable[[], Any], replaced: list[dict[str, Any]]) -> No
         vars(module).update({**names, "kernel": record})
         call()
         vars(module).update({**before, "kernel": original})
-    major, minor = torch.cuda.get_device_capability()
-    arch, source = f"sm_{major}{minor}", module.SOURCE.read_text()
+    arch, source = compiled.arch_of(), module.SOURCE.read_text()
     work = [(source, macros, arch) for macros in asked if (macros, arch) not in _cubins]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
         for (_, macros, _), cubin in zip(work, pool.map(_attempt, work), strict=True):

@@ -18,9 +18,17 @@
 #define SHARED static
 
 typedef uint32_t u32;
+typedef unsigned long long u64;
 struct uint4 { u32 x, y, z, w; };
+struct uint2 { u32 x, y; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 struct Index { int x, y, z; };
 static Index threadIdx, blockIdx, gridDim;
+
+// Dynamic shared memory, full of NaN as a block starts; its addresses are offsets.
+alignas(1024) static uint8_t memory[227 << 10];
+static void clear_shared() { memset(memory, 0xFF, sizeof memory); }
 
 namespace fibers {
 const int MOST = 1024, STACK = 1 << 16;
@@ -50,7 +58,7 @@ struct Gate {
         }
     }
 };
-static Gate block, warps[MOST / 32];
+static Gate block, warps[MOST / 32], groups[MOST / 128];
 
 static void enter() {
     body();
@@ -65,6 +73,8 @@ static void run(int blocks_x, int blocks_y, int threads, void (*kernel)()) {
     for (int b = 0; b < blocks_x * blocks_y; b++) {
         blockIdx = {b % blocks_x, b / blocks_x, 0};
         block = Gate();
+        for (Gate& group : groups) group = Gate();
+        clear_shared();
         for (Gate& warp : warps) warp = Gate();
         for (int i = 0; i < threads; i++) {
             if (!stacks[i]) stacks[i].reset(new char[STACK]);
@@ -130,6 +140,9 @@ DEVICE uint16_t to_bf16(float f) {
     if ((b & 0x7FFFFFFF) > 0x7F800000) return 0x7FFF;
     return (b + 0x7FFF + (b >> 16 & 1)) >> 16;
 }
+DEVICE u32 to_bf16_pair(float low, float high) {
+    return to_bf16(low) | (u32)to_bf16(high) << 16;
+}
 DEVICE u32 multiply_pairs(u32 a, u32 b) {
     return to_bf16(low_of(a) * low_of(b)) | (u32)to_bf16(high_of(a) * high_of(b)) << 16;
 }
@@ -165,6 +178,101 @@ DEVICE void multiply_tiles(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
     }
     meet_warp();
 }
+
+// Asynchronous copies and products happen at once in even blocks, and in odd ones when they are
+// waited for: a wait that is missing, and a place that is used again too early, both show.
+static bool late() { return blockIdx.x + blockIdx.y & 1; }
+struct Copy { u32 to; const void* from; int bytes; };
+struct Copies { std::vector<Copy> all; u32 at; };
+static std::vector<Copies> copies[fibers::MOST];
+static std::vector<Copy> open_copies[fibers::MOST];
+DEVICE u32 shared_address(const void* p) { return (const uint8_t*)p - memory; }
+template <int BYTES>
+DEVICE void copy_few(u32 to, const void* from) {
+    if (to % BYTES || (uintptr_t)from % BYTES || to + BYTES > sizeof memory) __builtin_trap();
+    open_copies[threadIdx.x].push_back({to, from, BYTES});
+}
+DEVICE void copy16(u32 to, const void* from) { copy_few<16>(to, from); }
+struct Turns { int count, arrived, turns; };
+static Turns turns[sizeof memory / 8];
+DEVICE void make_barrier(u32 at, int count) { turns[at / 8] = {count, 0, 0}; }
+DEVICE void arrive(u32 at) {
+    Turns& t = turns[at / 8];
+    if (++t.arrived < t.count) return;
+    t.arrived = 0;
+    t.turns++;
+}
+static void copy_oldest() {
+    auto& mine = copies[threadIdx.x];
+    for (const Copy& c : mine[0].all) memcpy(memory + c.to, c.from, c.bytes);
+    arrive(mine[0].at);
+    mine.erase(mine.begin());
+}
+DEVICE void arrive_with_copies(u32 at) {
+    copies[threadIdx.x].push_back({std::move(open_copies[threadIdx.x]), at});
+    open_copies[threadIdx.x].clear();
+    if (!late()) copy_oldest();
+}
+DEVICE void await_turn(u32 at, int odd) {
+    while ((turns[at / 8].turns & 1) == odd)
+        if (copies[threadIdx.x].empty()) fibers::change();
+        else copy_oldest();
+}
+DEVICE void finish_copies() {
+    while (!copies[threadIdx.x].empty()) copy_oldest();
+}
+template <int COUNT>
+DEVICE void take_registers() {}
+template <int COUNT>
+DEVICE void give_registers() {}
+DEVICE void show_copies() {}
+
+// wgmma.m64nNk16 with the left operand in registers: its warps have 16 rows each, as mma.m16n8k16
+// has them. Of the right operand, a matrix descriptor tells where rows of 128 bytes stand whose
+// sixteenths are swapped by bits 7..9 of their address.
+struct Product { float* d; u32 a[4]; u64 b; int n, group; };
+static std::vector<Product> products[fibers::MOST];
+static int closed[fibers::MOST];
+static void meet_group() { fibers::groups[threadIdx.x / 128].meet(128); }
+static void compute(size_t i) {
+    const int me = threadIdx.x, first = me & ~31, g = (me & 31) >> 2, t = me & 3;
+    const Product& p = products[me][i];
+    if (p.b >> 62 != 1) __builtin_trap();
+    for (int j = 0; j < p.n / 2; j++) {
+        const int column = j / 4 * 8 + 2 * t + (j & 1), high = j >> 1 & 1;
+        double sum = p.d[j];
+        for (int k = 0; k < 16; k++) {
+            const u32 a = products[first + g * 4 + (k & 7) / 2][i].a[high + 2 * (k >> 3)];
+            u32 at = (p.b & 0x3FFF) * 16 + column / 8 * (p.b >> 32 & 0x3FFF) * 16 +
+                     column % 8 * 128 + k * 2;
+            at ^= (at >> 7 & 7) << 4;
+            const u32 b = *(const uint16_t*)(memory + at);
+            sum += (double)(k & 1 ? high_of(a) : low_of(a)) * low_of(b);
+        }
+        p.d[j] = sum;
+    }
+}
+template <int N>
+DEVICE void multiply(float (&d)[N / 2], const u32 (&a)[4], u64 b) {
+    auto& mine = products[threadIdx.x];
+    mine.push_back({d, {a[0], a[1], a[2], a[3]}, b, N, closed[threadIdx.x]});
+    meet_group();
+    if (!late()) compute(mine.size() - 1);
+    meet_group();
+}
+DEVICE void begin_products() {}
+DEVICE void close_products() { closed[threadIdx.x]++; }
+template <int LEFT>
+DEVICE void wait_products() {
+    auto& mine = products[threadIdx.x];
+    size_t n = 0;
+    meet_group();
+    for (; n < mine.size() && mine[n].group + LEFT < closed[threadIdx.x]; n++)
+        if (late()) compute(n);
+    meet_group();
+    mine.erase(mine.begin(), mine.begin() + n);
+}
+DEVICE void settle(float& x) {}
 
 static int held_ints[fibers::MOST];
 DEVICE u32 lanes_with(int x) {

@@ -34,7 +34,8 @@ class HostKernel:
         self.library = library
 
     def launch(self, grid: tuple[int, int], threads: int, args: Any, wide: int,
-               dependent: bool) -> None:  # fmt: skip
+               dependent: bool, shared: int = 0) -> None:  # fmt: skip
+        assert shared <= 227 << 10
         _values, pointers = compiled.packed(args, wide)
         self.library.launch(*grid, threads, pointers)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class CompileError(RuntimeError):
@@ -115,28 +116,38 @@ class Kernel:
 
     def __init__(self, function: ctypes.c_void_p) -> None:
         self._function = function
+        self._shared = 0
 
     def launch(self, grid: tuple[int, int], threads: int, args: Sequence[Tensor | int | None],
-               wide: int, dependent: bool) -> None:  # fmt: skip
-        """Launch on the current stream.
+               wide: int, dependent: bool, shared: int = 0) -> None:  # fmt: skip
+        """Launch on the current stream, each block with `shared` bytes of dynamic shared memory.
 
         Tensors go as pointers, None as a null pointer, numbers as 32 bits and the last `wide` of
         them as 64 bits. A `dependent` kernel may start before its predecessor on the stream ends.
         """
+        if shared > self._shared:
+            _check(_driver().cuFuncSetAttribute(self._function, _DYNAMIC_SHARED, shared),
+                   f"asking for {shared} bytes of shared memory")  # fmt: skip
+            self._shared = shared
         _values, pointers = packed(args, wide)
         config = _Config(
-            *grid, 1, threads, 1, 1, 0, torch.cuda.current_stream().cuda_stream,
+            *grid, 1, threads, 1, 1, shared, torch.cuda.current_stream().cuda_stream,
             ctypes.pointer(_dependent), int(dependent),
         )  # fmt: skip
         status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
         _check(status, "launching a kernel")
 
 
+def arch_of(device: int | None = None) -> str:
+    """What a device's kernels are compiled for; Hopper's own instructions need its own target."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+
+
 @cache
 def kernel(path: Path, name: str, macros: tuple[tuple[str, int], ...], device: int) -> Kernel:
     """Compile, load and keep kernel `name` of a source file for one device."""
-    major, minor = torch.cuda.get_device_capability(device)
-    cubin = compile_source(path.read_text(), macros, f"sm_{major}{minor}")
+    cubin = compile_source(path.read_text(), macros, arch_of(device))
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # the device's context exists from here on

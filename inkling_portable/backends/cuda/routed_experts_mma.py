@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from inkling_portable.backends.cuda import routed_experts_wgmma as wgmma
 from inkling_portable.backends.cuda.compiled import kernel
 from inkling_portable.backends.triton import routed_experts as triton
 from inkling_portable.backends.triton._common import ceil_div, compute_units, next_power_of_2
@@ -116,7 +117,8 @@ def routed_experts(
             share = max(1, INNER_BYTES // (ids.shape[1] * down.inner * 2))
             for start in range(0, tokens, share):
                 part = slice(start, start + share)
-                _run(x[part], ids[part], weights[part], up, down, interleaved, out[part])
+                step = wgmma.run if wgmma.takes(ids[part], up, down) else _run
+                step(x[part], ids[part], weights[part], up, down, interleaved, out[part])
             return out
     return triton.routed_experts(x, ids, weights, w13, w2, w13_scale, w2_scale, w13_global,
                                  w2_global, format, act, interleaved)  # fmt: skip

@@ -1,0 +1,484 @@
+// Routed experts of many tokens on Hopper: 4-bit weights decoded into the registers of WGMMA.
+//
+// An item is the tokens of a plan's tile (routed_experts_sort.py), all of one expert, times some rows
+// of that expert. Rows are the left operand: each of a block's warpgroups has 64 of them and decodes
+// their codes straight into the fragments of wgmma.m64nNk16, so nothing decoded is written. Tokens are
+// the right operand, in shared memory as WGMMA wants them (rows of 64 columns, 128 bytes, whose
+// sixteenths are swapped by the row's number), N of them, as few as hold the tile.
+//
+// Blocks stay and take one item after the other. A warpgroup of its own asks for everything by
+// asynchronous copies, in steps of 128 columns, through a ring of STAGES that runs on into the next
+// item; the others wait for copies, and it for places that all have read, so that while one warpgroup
+// decodes, or writes its results, others multiply.
+//
+// A lane takes 32 neighbouring codes of a row and step: a 32-bit word has codes 0..3 in its low half
+// and 4..7 in its high half, and pair j of it is (code j, code j + 4), as both halves are decoded at
+// once. Of what the tensor cores call columns 32 i + 8 c + 2 q + e, lane 4 g + q holds those of its q,
+// and finds there code 8 i + c + 4 e of its own. So the tokens' columns are arranged alike beforehand:
+// of each 128, column 32 q + 8 i + 4 e + c stands at 32 i + 8 c + 2 q + e. The first product writes
+// for the second one in that order.
+//
+// A code's bits moved to bit 6 of a bfloat16 are its value times 2^-126; the product with its block
+// scale, kept times 2^SHIFT, is exact in bfloat16. Sums are multiplied by 2^(126 - SHIFT) at the end.
+//
+// Macros: K columns; W_ROW and S_ROW bytes of a row of codes and of scales; TOP_K; BLOCK codes of a
+// scale (16: E4M3, 32: E8M0); GAIN 1 if there are global scales; UP 1 for the first product, of which
+// INTERLEAVED is 1 if gate and up rows alternate, else HALF is the rows of each; GROUPS 2 or 4
+// warpgroups; NT tokens of a tile; N is the next one of NT, NT - GRAIN, .. LEAST; STAGES; RESIDENT
+// blocks of an SM at least. With COMBINE 1, only TOP_K and RESIDENT.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef long long i64;
+typedef unsigned long long u64;
+
+#ifndef ON_HOST
+#define DEVICE __device__ __forceinline__
+#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, RESIDENT)
+extern __shared__ __align__(1024) u8 memory[];
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE void copy16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
+                 : "memory");
+}
+template <int BYTES>
+DEVICE void copy_few(u32 to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES)
+                 : "memory");
+}
+// Barriers in shared memory: they turn as often as `count` threads have arrived, or the copies that
+// those had asked for. A thread waits for an even or odd turn; turn -1 was before the first.
+DEVICE void make_barrier(u32 at, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+DEVICE void arrive(u32 at) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+DEVICE void arrive_with_copies(u32 at) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
+}
+DEVICE void await_turn(u32 at, int odd) {
+    asm volatile("{.reg .pred p;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+                 "@!p bra again;}" ::"r"(at), "r"(odd) : "memory");
+}
+DEVICE void finish_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Shows what was copied to WGMMA.
+DEVICE void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Programmatic dependent launch: the next kernel may start; the previous one has finished.
+DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE u32 multiply_pairs(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+// Two E4M3 codes -> their values times `by`, each twice in a bfloat16 pair.
+DEVICE void e4m3_twice(u32 codes, float by, u32& first, u32& second) {
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)codes));
+    float a, b;
+    asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+        : "=f"(a), "=f"(b) : "r"(halves));
+    a *= by;
+    b *= by;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(first) : "f"(a));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(second) : "f"(b));
+}
+DEVICE void barrier() { __syncthreads(); }
+// A warpgroup's registers for each thread, from and to what the block has.
+template <int COUNT>
+DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT>
+DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+DEVICE u32 to_bf16_pair(float low, float high) {
+    u32 v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+    return v;
+}
+
+// Products run on while the warp goes on: `begin` before them, `close` after, `wait` for all but the
+// last LEFT closed groups.
+DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+DEVICE void wait_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+// What reads `x` from here on stays behind the wait before.
+DEVICE void settle(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+
+// sums [64, N] += a [64, 16] in fragments times the N rows of sixteen columns that `b` describes.
+template <int N>
+DEVICE void multiply(float (&d)[N / 2], const u32 (&a)[4], u64 b);
+
+#define SAY(a, b, c, d, e, f, g, h) \
+    "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
+#define S0 SAY(0, 1, 2, 3, 4, 5, 6, 7)
+#define S1 S0 "," SAY(8, 9, 10, 11, 12, 13, 14, 15)
+#define S2 S1 "," SAY(16, 17, 18, 19, 20, 21, 22, 23)
+#define S3 S2 "," SAY(24, 25, 26, 27, 28, 29, 30, 31)
+#define S4 S3 "," SAY(32, 33, 34, 35, 36, 37, 38, 39)
+#define S5 S4 "," SAY(40, 41, 42, 43, 44, 45, 46, 47)
+#define S6 S5 "," SAY(48, 49, 50, 51, 52, 53, 54, 55)
+#define S7 S6 "," SAY(56, 57, 58, 59, 60, 61, 62, 63)
+#define S8 S7 "," SAY(64, 65, 66, 67, 68, 69, 70, 71)
+#define S9 S8 "," SAY(72, 73, 74, 75, 76, 77, 78, 79)
+#define S10 S9 "," SAY(80, 81, 82, 83, 84, 85, 86, 87)
+#define S11 S10 "," SAY(88, 89, 90, 91, 92, 93, 94, 95)
+#define S12 S11 "," SAY(96, 97, 98, 99, 100, 101, 102, 103)
+#define S13 S12 "," SAY(104, 105, 106, 107, 108, 109, 110, 111)
+#define S14 S13 "," SAY(112, 113, 114, 115, 116, 117, 118, 119)
+#define S15 S14 "," SAY(120, 121, 122, 123, 124, 125, 126, 127)
+#define R(i) "+f"(d[i])
+#define EIGHT(i) R(i), R(i + 1), R(i + 2), R(i + 3), R(i + 4), R(i + 5), R(i + 6), R(i + 7)
+#define D0 EIGHT(0)
+#define D1 D0, EIGHT(8)
+#define D2 D1, EIGHT(16)
+#define D3 D2, EIGHT(24)
+#define D4 D3, EIGHT(32)
+#define D5 D4, EIGHT(40)
+#define D6 D5, EIGHT(48)
+#define D7 D6, EIGHT(56)
+#define D8 D7, EIGHT(64)
+#define D9 D8, EIGHT(72)
+#define D10 D9, EIGHT(80)
+#define D11 D10, EIGHT(88)
+#define D12 D11, EIGHT(96)
+#define D13 D12, EIGHT(104)
+#define D14 D13, EIGHT(112)
+#define D15 D14, EIGHT(120)
+#define MULTIPLY(N, LAST, A0, A1, A2, A3, B)                                                    \
+    template <>                                                                                 \
+    DEVICE void multiply<N>(float (&d)[N / 2], const u32 (&a)[4], u64 b) {                      \
+        asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0;\n"                                    \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" S##LAST "}, " \
+                     "{%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, 0;}"             \
+                     : D##LAST                                                                  \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                       \
+                     : "memory");                                                               \
+    }
+MULTIPLY(16, 0, 8, 9, 10, 11, 12)
+MULTIPLY(32, 1, 16, 17, 18, 19, 20)
+MULTIPLY(48, 2, 24, 25, 26, 27, 28)
+MULTIPLY(64, 3, 32, 33, 34, 35, 36)
+MULTIPLY(80, 4, 40, 41, 42, 43, 44)
+MULTIPLY(96, 5, 48, 49, 50, 51, 52)
+MULTIPLY(112, 6, 56, 57, 58, 59, 60)
+MULTIPLY(128, 7, 64, 65, 66, 67, 68)
+MULTIPLY(144, 8, 72, 73, 74, 75, 76)
+MULTIPLY(160, 9, 80, 81, 82, 83, 84)
+MULTIPLY(176, 10, 88, 89, 90, 91, 92)
+MULTIPLY(192, 11, 96, 97, 98, 99, 100)
+MULTIPLY(208, 12, 104, 105, 106, 107, 108)
+MULTIPLY(224, 13, 112, 113, 114, 115, 116)
+MULTIPLY(240, 14, 120, 121, 122, 123, 124)
+MULTIPLY(256, 15, 128, 129, 130, 131, 132)
+#endif
+
+DEVICE float from_bf16(u16 x) {
+    union { u32 bits; float value; } both;
+    both.bits = (u32)x << 16;
+    return both.value;
+}
+
+DEVICE u32 word_of(const uint4& words, int i) {
+    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
+
+#if COMBINE
+// out[t] = the sum over slots s in order of weights[t, s] * parts[t * TOP_K + s]; eight columns a thread.
+KERNEL(256)
+combine(const u16* parts, const int* ids, const float* weights, u16* out, int tokens, int experts,
+        int columns, i64 parts_stride, i64 out_stride) {
+    const int i = blockIdx.x * 256 + threadIdx.x, token = i / (columns / 8);
+    const int column = i % (columns / 8) * 8;
+    let_next_start();
+    wait_for_previous();
+    if (token >= tokens) return;
+    const u16* const from = parts + token * TOP_K * parts_stride + column;
+    uint4 slots[TOP_K];
+    float sums[8] = {};
+#pragma unroll
+    for (int s = 0; s < TOP_K; s++) {
+        // Nothing was written for a pair whose expert is not one of ours.
+        const int expert = ids[token * TOP_K + s];
+        slots[s] = {0, 0, 0, 0};
+        if (expert >= 0 && expert < experts) slots[s] = *(const uint4*)(from + s * parts_stride);
+    }
+#pragma unroll
+    for (int s = 0; s < TOP_K; s++) {
+        const float weight = weights[token * TOP_K + s];
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            sums[j] += weight * from_bf16(word_of(slots[s], j / 2) >> j % 2 * 16);
+    }
+    const uint4 packed = {to_bf16_pair(sums[0], sums[1]), to_bf16_pair(sums[2], sums[3]),
+                          to_bf16_pair(sums[4], sums[5]), to_bf16_pair(sums[6], sums[7])};
+    *(uint4*)(out + token * out_stride + column) = packed;
+}
+#else
+
+#define CHUNK 128  // columns of a step
+#define STEPS (K / CHUNK)
+#define SHIFT (BLOCK == 16 ? 119 : 63)
+#define UNSHIFT (BLOCK == 16 ? 0x1p7f : 0x1p63f)
+#define THREADS (128 * GROUPS)  // that multiply
+#define MORE 128                // that copy
+#define ROWS (64 * GROUPS)  // of a slab
+#define SCALE_BYTES (CHUNK / BLOCK)
+#if BLOCK == 16
+typedef u16 Scale;  // of 32 columns
+#else
+typedef u8 Scale;
+#endif
+
+// Registers of a thread at first, of one that copies, and of one that multiplies.
+#define EVEN (65536 / (RESIDENT * (THREADS + MORE)) / 8 * 8)
+#define FEW (GROUPS == 4 ? 64 : RESIDENT == 1 ? 72 : 48)
+#define OWN (EVEN + (EVEN - FEW) / GROUPS / 8 * 8)
+static_assert(GROUPS == 2 || GROUPS == 4, "what a block has must suffice for what its threads take");
+static_assert(STAGES <= 3 * STEPS, "four lists are as many as the ring runs into");
+
+// Shared memory: tokens' columns, codes, scales, pairs of four items, two barriers of each stage, and of
+// each tile its expert and 2^16 times the pairs it has.
+#define TOKEN_BYTES (NT * CHUNK * 2)
+#define CODES_AT (STAGES * TOKEN_BYTES)
+#define SCALES_AT (CODES_AT + STAGES * ROWS * CHUNK / 2)
+#define LISTS_AT (SCALES_AT + STAGES * ROWS * SCALE_BYTES)
+#define BARRIERS_AT (LISTS_AT + 4 * NT * 4)
+#define TABLE_AT (BARRIERS_AT + 16 * STAGES)
+
+// Scales of the first and the last 16 codes, each twice in a pair, times 2^SHIFT.
+DEVICE void decode_scales(u32 codes, u32& first, u32& second) {
+    if (BLOCK == 16) {
+        e4m3_twice(codes, 0x1p119f, first, second);
+    } else {
+        // Codes above 190 would not fit and give NaN, as code 255 is by definition.
+        first = codes > 190 ? 0x7FFF7FFFu : (codes + 63) * 0x00800080u;
+        second = first;
+    }
+}
+
+// Eight codes times their scale: pairs (j, j + 4).
+DEVICE void decode(u32 word, u32 scale, u32* pairs) {
+    const u32 next = word >> 8;
+    // One multiplication moves the sign of a nibble to bit 15 and its value to bit 6.
+    pairs[0] = multiply_pairs(((word & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, scale);
+    pairs[1] = multiply_pairs(((word & 0x00F000F0u) * 0x0104u) & 0x81C081C0u, scale);
+    pairs[2] = multiply_pairs(((next & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, scale);
+    pairs[3] = multiply_pairs(((next & 0x00F000F0u) * 0x0104u) & 0x81C081C0u, scale);
+}
+
+// Row of the matrix that is fragment row `row` of slab `slab`. Rows g and g + 8 of a warp are those of
+// its lanes: neighbours; or gate and up of what stands at place 8 * warp + g of the arranged output.
+DEVICE int matrix_row(int slab, int row) {
+    const int within = row & 7, high = row >> 3 & 1, warp = slab * (4 * GROUPS) + (row >> 4);
+    if (!UP) return warp * 16 + 2 * within + high;
+    const int i = (warp >> 4) * 128 + (within >> 1) * 32 + (within & 1) * 4 + (warp >> 2 & 3) * 8 +
+                  (warp & 3);
+    return INTERLEAVED ? 2 * i + high : i + high * HALF;
+}
+
+struct Arguments {
+    const u8* x;
+    const int* plan;
+    const u8 *w, *scales;
+    const float* gains;
+    u16* out;
+    int tiles, experts, first_row, slabs, items;
+    i64 x_stride, w_expert, s_expert, g_expert, g_row, out_stride;
+};
+
+DEVICE u32 entry_of(const Arguments& t, int item) {
+    return ((const u32*)(memory + TABLE_AT))[item / t.slabs];
+}
+
+// Asks for one step after the other, of one item after the other. Of 128 threads each copies a
+// sixteenth of some tokens' columns, a quarter of some rows' codes, and a row's scales or two.
+DEVICE void copy_all(const Arguments& t, int tid) {
+    const int part = tid & 15, first = tid >> 4;
+    const u32 base = shared_address(memory);
+    const u32 to_tokens = base + (part >> 3) * (NT * 128) + first * 128 + (((part ^ first) & 7) << 4);
+    int stage = 0, turn = 1, count = 0;
+#pragma unroll 1
+    for (int item = blockIdx.x; item < t.items; item += gridDim.x, count++) {
+        const u32 entry = entry_of(t, item);
+        const int found = entry >> 16, slab = item % t.slabs;
+        const i64 expert = entry & 0xFFFF;
+        const int* const pairs = t.plan + 3 * t.experts + t.tiles + item / t.slabs * NT;
+        u32 places[NT / 8];  // in units of sixteen bytes
+#pragma unroll
+        for (int n = 0; n < NT / 8; n++)
+            if (first + n * 8 < found) {
+                const int pair = pairs[first + n * 8];
+                places[n] = (UP ? pair / TOP_K : pair) * (u32)(t.x_stride / 8);
+            }
+        const u8* codes = t.w + expert * t.w_expert +
+                          (i64)(t.first_row + matrix_row(slab, tid >> 2)) * W_ROW + (tid & 3) * 16;
+        const u8* scales = t.scales + expert * t.s_expert +
+                           (i64)(t.first_row + matrix_row(slab, tid & ROWS - 1)) * S_ROW;
+        const u8* x = t.x + part * 16;
+#pragma unroll 1
+        for (int step = 0; step < STEPS; step++) {
+            const u32 filled = base + BARRIERS_AT + 8 * stage;
+            await_turn(filled + 8 * STAGES, turn);
+            if (step == 0)
+                for (int i = tid; i < found; i += MORE)
+                    copy_few<4>(base + LISTS_AT + ((count & 3) * NT + i) * 4, pairs + i);
+            // Rows of a slab are as far apart as those of the first one.
+            const u32 to_codes = base + CODES_AT + stage * (ROWS * 64) + tid * 16;
+#pragma unroll
+            for (int row = 0; row < ROWS; row += 32)
+                copy16(to_codes + row * 64, codes + matrix_row(0, row) * W_ROW);
+            const u32 to_scales = base + SCALES_AT + (stage * ROWS + tid) * SCALE_BYTES;
+#pragma unroll
+            for (int row = 0; row < ROWS; row += MORE)
+                if (ROWS >= MORE || tid < ROWS)
+                    copy_few<SCALE_BYTES>(to_scales + row * SCALE_BYTES,
+                                          scales + matrix_row(0, row) * S_ROW);
+            // Columns of no token keep what they have: no column touches another.
+#pragma unroll
+            for (int n = 0; n < NT / 8; n++)
+                if (first + n * 8 < found)
+                    copy16(to_tokens + stage * TOKEN_BYTES + n * 1024, x + (u64)places[n] * 16);
+            arrive_with_copies(filled);
+            codes += CHUNK / 2;
+            scales += SCALE_BYTES;
+            x += CHUNK * 2;
+            if (++stage == STAGES) {
+                stage = 0;
+                turn ^= 1;
+            }
+        }
+    }
+    finish_copies();
+}
+
+// Computes one item whose pairs are in list `count`, of at most N tokens.
+template <int N>
+DEVICE void run(const Arguments& t, int item, int count, int& stage, int& turn) {
+    const int tid = threadIdx.x, lane = tid & 31, g = lane >> 2, quarter = lane & 3;
+    const int warp = tid >> 5, low = (warp >> 2) * 64 + (warp & 3) * 16 + g;
+    const u32 base = shared_address(memory);
+    // Rows of 128 bytes, eight of them 1,024 bytes apart from the next eight.
+    const u64 layout = (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16;
+    float sums[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) sums[i] = 0;
+#pragma unroll 1
+    for (int step = 0; step < STEPS; step++) {
+        const u32 filled = base + BARRIERS_AT + 8 * stage;
+        await_turn(filled, turn);
+        show_copies();
+        const u32 tokens = base + stage * TOKEN_BYTES;
+        const u8* const codes = memory + CODES_AT + (stage * ROWS + low) * 64 + quarter * 16;
+        const u8* const scales = memory + SCALES_AT + (stage * ROWS + low) * SCALE_BYTES +
+                                 quarter * sizeof(Scale);
+        const uint4 few = *(const uint4*)codes, more = *(const uint4*)(codes + 8 * 64);
+        u32 low_scale[2], high_scale[2];
+        decode_scales(*(const Scale*)scales, low_scale[0], low_scale[1]);
+        decode_scales(*(const Scale*)(scales + 8 * SCALE_BYTES), high_scale[0], high_scale[1]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 near[4], far[4];
+            decode(word_of(few, i), low_scale[i / 2], near);
+            decode(word_of(more, i), high_scale[i / 2], far);
+            const u32 one[4] = {near[0], far[0], near[1], far[1]};
+            const u32 two[4] = {near[2], far[2], near[3], far[3]};
+            const u64 b = layout | (tokens + (i >> 1) * (NT * 128) + (i & 1) * 64) >> 4;
+            begin_products();
+            multiply<N>(sums, one, b);
+            multiply<N>(sums, two, b + 2);
+            close_products();
+            if (i < 3) wait_products<1>();
+            else wait_products<0>();
+        }
+        if (lane == 0) arrive(filled + 8 * STAGES);
+        if (++stage == STAGES) {
+            stage = 0;
+            turn ^= 1;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) settle(sums[i]);
+    // The sum over slots that still reads what is written here.
+    if (!UP && item == blockIdx.x) wait_for_previous();
+    const u32 entry = entry_of(t, item);
+    const int found = entry >> 16, slab = item % t.slabs;
+    const int at_low = matrix_row(slab, low), at_high = matrix_row(slab, low + 8);
+    float low_gain = UNSHIFT, high_gain = UNSHIFT;
+    if (GAIN) {
+        const float* const gains = t.gains + (entry & 0xFFFF) * t.g_expert;
+        low_gain *= gains[(t.first_row + at_low) * t.g_row];
+        high_gain *= gains[(t.first_row + at_high) * t.g_row];
+    }
+    const int* const listed = (const int*)(memory + LISTS_AT) + (count & 3) * NT;
+    u8* const out = (u8*)(t.out + (UP ? slab * (ROWS / 2) + warp * 8 + g : at_low));
+    const u32 stride = t.out_stride * 2;
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const int token = n * 8 + quarter * 2 + odd;
+            // Gate and up are rounded to storage before the activation, as the contract says.
+            u32 both = to_bf16_pair(sums[n * 4 + odd] * low_gain, sums[n * 4 + odd + 2] * high_gain);
+            if (UP) both = to_bf16_pair(silu(from_bf16(both)) * from_bf16(both >> 16), 0);
+            u8* const to = out + (u64)(u32)listed[token] * stride;
+            if (token < found) {
+                if (UP) *(u16*)to = both;
+                else *(u32*)to = both;
+            }
+        }
+}
+
+template <int N>
+DEVICE void choose(const Arguments& t, int item, int count, int& stage, int& turn) {
+    if constexpr (N - GRAIN >= LEAST) {
+        if ((entry_of(t, item) >> 16) <= N - GRAIN)
+            return choose<N - GRAIN>(t, item, count, stage, turn);
+    }
+    run<N>(t, item, count, stage, turn);
+}
+
+// `out` has columns of its own for rows first_row .. first_row + slabs * ROWS - 1 of the matrix.
+KERNEL(THREADS + MORE)
+experts(const u8* x, const int* plan, const u8* w, const u8* scales, const float* gains, u16* out,
+        int tiles, int experts, int first_row, int slabs, i64 x_stride, i64 w_expert, i64 s_expert,
+        i64 g_expert, i64 g_row, i64 out_stride) {
+    const int tid = threadIdx.x;
+    let_next_start();
+    for (int tile = tid; tile < tiles; tile += THREADS + MORE) {
+        const int expert = plan[3 * experts + tile];
+        if (expert < 0) continue;
+        const int found = plan[expert] - (tile - plan[experts + expert]) * NT;
+        ((u32*)(memory + TABLE_AT))[tile] = expert | (found < NT ? found : NT) << 16;
+    }
+    const int used = plan[2 * experts - 1] + (plan[experts - 1] + NT - 1) / NT;
+    const Arguments t = {x, plan, w, scales, gains, out, tiles, experts, first_row, slabs,
+                         used * slabs, x_stride, w_expert, s_expert, g_expert, g_row, out_stride};
+    if ((int)blockIdx.x >= t.items) {
+        if (!UP) wait_for_previous();
+        return;
+    }
+    if (tid < STAGES) {
+        const u32 filled = shared_address(memory + BARRIERS_AT) + 8 * tid;
+        make_barrier(filled, MORE);
+        make_barrier(filled + 8 * STAGES, THREADS / 32);
+    }
+    barrier();
+    if (tid >= THREADS) {
+        give_registers<FEW>();
+        copy_all(t, tid - THREADS);
+        return;
+    }
+    take_registers<OWN>();
+    int stage = 0, turn = 0, count = 0;
+#pragma unroll 1
+    for (int item = blockIdx.x; item < t.items; item += gridDim.x)
+        choose<NT>(t, item, count++, stage, turn);
+}
+#endif

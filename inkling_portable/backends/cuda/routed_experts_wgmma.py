@@ -1,0 +1,145 @@
+"""The chosen experts of many tokens on Hopper: 4-bit weights through registers to WGMMA.
+
+`routed_experts_wgmma.cu` says how. Pairs are sorted by expert first; the columns of x are arranged
+as the kernel wants them in the memory of the output, which nothing else needs until the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inkling_portable.backends.cuda.compiled import kernel
+from inkling_portable.backends.triton._common import ceil_div, compute_units
+from inkling_portable.backends.triton.routed_experts import BLOCKS, Matrix
+from inkling_portable.backends.triton.routed_experts_sort import make_plan, most_tiles
+
+SOURCE = Path(__file__).with_name("routed_experts_wgmma.cu")
+CHUNK = 128  # columns of a step
+FROM = 256
+"""Tokens from which this is faster than the kernels for fewer, on an H200."""
+TEMPORARY_BYTES = 62 << 20
+"""Bound of what lies between the two products and of what the second one writes for each pair.
+
+The latter is rounded to bfloat16, which the engine's kernels do too and the contract allows."""
+MOST_TILES = 1024
+"""Tiles of a plan that a block can list."""
+SHARED_BYTES = 228 << 10  # of an SM, 1,024 of them for each block's own ends
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Settings of one product.
+
+    Warpgroups of 64 rows; tokens at most, of which an item takes the next of tokens,
+    tokens - grain, .. least; steps in shared memory at most; blocks of an SM.
+    """
+
+    groups: int
+    tokens: int
+    grain: int
+    least: int
+    stages: int
+    resident: int = 1
+
+    def shared(self, m: Matrix) -> tuple[int, int]:
+        """(steps, bytes) in a block's shared memory."""
+        step = 64 * self.groups * (CHUNK // 2 + CHUNK // BLOCKS[m.form]) + 16
+        step += self.tokens * CHUNK * 2
+        lists = 4 * 4 * self.tokens + 4 * MOST_TILES
+        most = (SHARED_BYTES // self.resident - 1024 - lists) // step
+        stages = min(self.stages, m.inner // CHUNK * 3, most)
+        return stages, stages * step + lists
+
+
+def tiles(load: float, up: bool) -> Tiles:
+    """Settings for `load` pairs of an expert, as measured on an H200.
+
+    Both products have tiles of as many tokens.
+    """
+    if load <= 8:
+        return Tiles(4, 16, 16, 16, 6)
+    if load <= 16:
+        return Tiles(2, 32, 16, 16, 6, 2)
+    if load <= 32:
+        return Tiles(2, 48, 16, 16, 4, 2)
+    if load <= 64:
+        return Tiles(4, 80, 16, 32, 5)
+    return Tiles(4, 112, 16, 48, 4)
+
+
+@triton.jit
+def arrange_kernel(x, out, x_stride, width, BLOCK: tl.constexpr):
+    """Of each 128 columns, 32 q + 8 i + 4 e + c goes to 32 i + 8 c + 2 q + e."""
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + row * x_stride + column, mask=column < width, other=0.0)
+    values = tl.permute(tl.reshape(values, (BLOCK // 128, 4, 4, 2, 4)), (0, 2, 4, 1, 3))
+    tl.store(out + row * width + column, tl.reshape(values, (BLOCK,)), mask=column < width)
+
+
+def takes(ids: Tensor, up: Matrix, down: Matrix) -> bool:
+    """Whether a step is one for these kernels, on this GPU, and both matrices fit."""
+    experts, pairs = up.codes.shape[0], ids.numel()
+    return (len(ids) >= FROM and torch.cuda.get_device_capability() == (9, 0)
+            and most_tiles(pairs, experts, tiles(pairs / experts, True).tokens) <= MOST_TILES
+            and _fits(up, 256) and _fits(down, 256))  # fmt: skip
+
+
+def _fits(m: Matrix, rows: int) -> bool:
+    if m.form not in BLOCKS or m.inner % CHUNK or m.rows % rows or m.scale is None:
+        return False
+    codes = (*m.codes.stride()[:2], m.codes.data_ptr())
+    scales = (*m.scale.stride()[:2], m.scale.data_ptr())
+    return all(s % 16 == 0 for s in codes) and all(s % (CHUNK // BLOCKS[m.form]) == 0
+                                                   for s in scales)  # fmt: skip
+
+
+def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, interleaved: bool,
+        out: Tensor) -> None:  # fmt: skip
+    """x and out [T, H] bfloat16, out contiguous; ids [T, k] int32 and weights [T, k] contiguous."""
+    (tokens, width), top_k = x.shape, ids.shape[1]
+    pairs, experts = ids.numel(), up.codes.shape[0]
+    load = pairs / experts
+    plan, count = make_plan(ids, experts, tiles(load, True).tokens)
+
+    def product(m: Matrix, source: Tensor, target: Tensor, first: int, last: int,
+                is_up: bool) -> None:  # fmt: skip
+        how = tiles(load, is_up)
+        w_expert, w_row, s_expert, s_row, g_expert, g_row = m.strides()
+        stages, shared = how.shared(m)
+        macros = {
+            "K": m.inner, "W_ROW": w_row, "S_ROW": s_row, "TOP_K": top_k, "BLOCK": BLOCKS[m.form],
+            "GAIN": int(m.gain is not None), "UP": int(is_up), "INTERLEAVED": int(interleaved),
+            "HALF": m.rows // 2, "GROUPS": how.groups, "NT": how.tokens, "GRAIN": how.grain,
+            "LEAST": how.least, "STAGES": stages, "RESIDENT": how.resident,
+        }  # fmt: skip
+        slabs = (last - first) // (64 * how.groups)
+        kernel(SOURCE, "experts", tuple(macros.items()), x.device.index).launch(
+            (min(count * slabs, how.resident * compute_units()), 1), 128 * how.groups + 128,
+            (source, plan, m.codes, m.scale, m.gain, target, count, experts, first, slabs,
+             source.stride(0), w_expert, s_expert, g_expert, g_row, target.stride(0)),
+            6, first > 0, shared)  # fmt: skip
+
+    arrange_kernel[(ceil_div(width, 1024), tokens)](x, out, x.stride(0), width, BLOCK=1024,
+                                                    num_warps=4)  # fmt: skip
+    inner = torch.empty(pairs, down.inner, dtype=x.dtype, device=x.device)
+    product(up, out, inner, 0, up.rows, True)
+    # Equal shares of columns, whole slabs each.
+    step = 64 * tiles(load, False).groups
+    most = max(step, (TEMPORARY_BYTES - inner.nbytes) // (pairs * 2) // step * step)
+    columns = ceil_div(width, ceil_div(width, most) * step) * step
+    parts = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
+    combine = kernel(SOURCE, "combine", (("COMBINE", 1), ("TOP_K", top_k), ("RESIDENT", 1)),
+                     x.device.index)  # fmt: skip
+    for first in range(0, width, columns):
+        last = min(width, first + columns)
+        product(down, inner, parts, first, last, False)
+        combine.launch((ceil_div(tokens * (last - first), 2048), 1), 256,
+                       (parts, ids, weights, out[:, first:last], tokens, experts, last - first,
+                        columns, out.stride(0)), 2, True)  # fmt: skip
