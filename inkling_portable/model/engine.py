@@ -7,6 +7,7 @@ vLLM's registries by itself, because importing this file costs what importing la
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import (
     get_pp_group,
@@ -67,7 +69,8 @@ from vllm.multimodal.processing import (
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
-from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.utils.multi_stream_utils import maybe_execute_in_parallel
+from vllm.utils.torch_utils import aux_stream, kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -180,6 +183,24 @@ all_reduce = tensor_model_parallel_all_reduce
 def on_accelerator() -> bool:
     """Whether weights live on a GPU (CUDA or ROCm)."""
     return bool(current_platform.is_cuda_alike())
+
+
+@functools.cache
+def _fork_and_join() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(), torch.cuda.Event()
+
+
+def side_by_side(rows: int, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+    """(first(), second()): on two streams for as few rows as vLLM's shared experts have theirs.
+
+    One after the other on AMD, where nobody has measured it, and in captures that break.
+    """
+    few = rows <= envs.VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
+    stream = aux_stream() if few and current_platform.is_cuda() else None
+    if stream is None:
+        return first(), second()
+    both: tuple[Any, Any] = maybe_execute_in_parallel(first, second, *_fork_and_join(), stream)
+    return both
 
 
 def step_metadata() -> dict[str, Any] | None:

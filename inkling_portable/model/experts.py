@@ -9,12 +9,8 @@ size, the checkpoint's own.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +24,7 @@ from inkling_portable.model.engine import (
     RowParallelLinear,
     build_routed_experts,
     expert_shard,
+    side_by_side,
 )
 from inkling_portable.model.quant_layouts import Layout
 from inkling_portable.model.settings import Settings
@@ -202,27 +199,6 @@ class OwnExperts(nn.Module):
         )
 
 
-SINKS_BESIDE = 0
-"""Up to so many rows the sinks run on a stream of their own, beside the routed experts."""
-
-
-@functools.cache
-def _stream() -> Any:
-    return torch.cuda.Stream()
-
-
-@contextmanager
-def _beside(rows: int) -> Iterator[Callable[[], None]]:
-    """The block's work beside what follows it, up to a call of what is yielded."""
-    if rows > SINKS_BESIDE:
-        yield lambda: None
-        return
-    ours, side = torch.cuda.current_stream(), _stream()
-    side.wait_stream(ours)
-    with torch.cuda.stream(side):
-        yield lambda: ours.wait_stream(side)
-
-
 class MoE(nn.Module):
     """Returns this rank's partial sums of routed and sink experts, apart.
 
@@ -279,31 +255,36 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> (routed partial [T, H], sink partial [T, H])."""
-        logits = self.ops.gate_logits(x, self.gate.weight)
-        weights, ids, gammas = self._route(logits)
-        with _beside(x.shape[0]) as join:
-            sinks = self.sink_experts(x, gammas)
-        if self.own:
-            routed = self.experts(x, weights, ids)
-        else:
-            self._routed = (logits, weights, ids)
-            routed = self.experts(hidden_states=x, router_logits=logits)
-            self._routed = None
-        join()
-        return routed, sinks
+        logits, weights, ids, gammas = self._score(x)
+        # Both read many bytes for few rows, and neither alone keeps a GPU's memory busy.
+        return side_by_side(
+            x.shape[0],
+            lambda: self._experts(x, logits, weights, ids),
+            lambda: self.sink_experts(x, gammas),
+        )
 
     def warm_up_calls(self) -> list[Call]:
         """All but the routed experts by itself, if those are the engine's; then the whole."""
         calls = [Call(lambda ids, positions, rows: self(rows), engine=not self.own)]
         if not self.own:
-            calls.append(Call(lambda ids, positions, rows: self._score(rows)))
+            calls.append(
+                Call(lambda ids, positions, rows: self.sink_experts(rows, self._score(rows)[3]))
+            )
         return calls
 
     def _score(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [T, H] -> (logits, weights and ids of the chosen experts, sink partial [T, H])."""
+        """x [T, H] -> (logits, weights and ids of the chosen experts, sinks' weights [T, S])."""
         logits = self.ops.gate_logits(x, self.gate.weight)
-        weights, ids, gammas = self._route(logits)
-        return logits, weights, ids, self.sink_experts(x, gammas)
+        return logits, *self._route(logits)
+
+    def _experts(self, x: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        if self.own:
+            own: Tensor = self.experts(x, weights, ids)
+            return own
+        self._routed = (logits, weights, ids)
+        routed: Tensor = self.experts(hidden_states=x, router_logits=logits)
+        self._routed = None
+        return routed
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.ops.route(

@@ -242,7 +242,13 @@ class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA
             return self.logits_processor(self.lm_head, hidden_states)
 
     def warm_up_calls(self) -> list[Call]:
-        return self.model.warm_up_calls()
+        calls, few = self.model.warm_up_calls(), self.logits_processor.few
+        if few and self.model.last:
+            head = Call(
+                lambda ids, positions, rows: self.compute_logits(rows[:few]), name="the head"
+            )
+            calls.append(head)
+        return calls
 
     def tower_shapes(self) -> dict[str, checkpoint.Shape]:
         """Shapes of tower parameters, named as in this module; a text model has none."""

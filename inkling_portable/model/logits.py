@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from inkling_portable.backends.reference.linear import MOST_ROWS
 from inkling_portable.model.config import TextConfig
 from inkling_portable.model.engine import (
     LogitsProcessor,
@@ -33,7 +32,8 @@ class InklingLogits(LogitsProcessor):
         # On a GPU the factor can ride in the product, before its only rounding.
         self.factor_in_product = on_accelerator()
         self.few_rows: Callable[..., Tensor] | None = None
-        """The op for few rows, if it was asked for."""
+        self.few = 0
+        """The op for few rows, and how many it gets."""
 
     def forward(
         self, lm_head: ParallelLMHead, hidden_states: Tensor, *args: object, **kwargs: object
@@ -47,7 +47,7 @@ class InklingLogits(LogitsProcessor):
             and getattr(self, "head_dtype", None) in (None, hidden_states.dtype)
         ):
             weight = lm_head.weight
-            if self.few_rows is not None and hidden_states.shape[0] <= MOST_ROWS:
+            if self.few_rows is not None and hidden_states.shape[0] <= self.few:
                 logits = self.few_rows(hidden_states, weight, self.scale)
             else:
                 logits = torch.addmm(
