@@ -217,7 +217,7 @@ class MoE(nn.Module):
         self.gate = Gate(settings)
         where = re.search(r"layers\.(\d+)\.", f"{prefix}.")
         self.layer = int(where[1]) if where else 0
-        format = settings.expert_format(self.layer)
+        self.format = format = settings.expert_format(self.layer)
         self.layout = settings.expert_layout(self.layer)
         self.own = settings.expert_ops(format).routed_experts is not None
         if self.own:

@@ -317,6 +317,13 @@ def _announce(model: InklingForCausalLM, seconds: float) -> None:
         by_provider.setdefault(", then ".join(providers), []).append(name)
     for provider, names in by_provider.items():
         logger.info("inkling_portable: %s computes %s", provider, ", ".join(names))
+    for format in sorted({m.format for m in model.modules() if isinstance(m, MoE)}):
+        if format != model.settings.facts.weights:
+            kept = model.settings.expert_ops(format).decisions
+            [name] = [
+                d.provider for d in kept if d.op == "routed_experts" and d.verdict == "chosen"
+            ]
+            logger.info("inkling_portable: %s computes routed_experts of %s", name, format)
     outcome = model.settings.self_test
     if outcome.agreed or outcome.failed or outcome.off:
         logger.info("inkling_portable: %s", outcome)

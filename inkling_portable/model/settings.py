@@ -104,9 +104,19 @@ class Settings:
         return None if plain else self.quantisation.layout
 
     def expert_ops(self, format: str) -> Resolved:
-        """The ops for a layer whose routed experts have this format."""
-        facts = replace(self.facts, weights=format)
-        return resolve(self.target, facts, dict(self.requests))
+        """The ops for a layer whose routed experts have this format.
+
+        A provider is asked for with the checkpoint's format in mind: one that does not serve the
+        layers kept in another (the first sparse one is stored in BF16) leaves those to the default.
+        """
+        facts, requests = replace(self.facts, weights=format), dict(self.requests)
+        try:
+            return resolve(self.target, facts, requests)
+        except SelectionError:
+            if format == self.facts.weights:
+                raise
+            requests.pop("routed_experts", None)
+            return resolve(self.target, facts, requests)
 
     def chosen(self) -> dict[str, tuple[str, ...]]:
         """Providers that serve each op, in the order in which they are tried."""

@@ -30,6 +30,7 @@ from inkling_portable.model.engine import build_routed_experts
 from inkling_portable.model.experts import MoE, OwnWeights
 from inkling_portable.model.settings import Settings
 from inkling_portable.model.weight_format import read_block
+from inkling_portable.registry import SelectionError
 from inkling_portable.target import Target
 from tests.vllm_cpu.conftest import Engine
 
@@ -81,6 +82,24 @@ def settings(engines: Callable[..., Engine], tmp_path: Path, config: VllmConfig)
         engine_quant=get_quantization_config("quark").from_config(copy.deepcopy(block)),
         stored=frozenset(loading.read_headers(tmp_path).shapes),
     )
+
+
+def test_a_layer_in_bf16_is_not_held_to_what_was_asked_for_the_rest(settings: Settings) -> None:
+    asked = dataclasses.replace(
+        settings,
+        target=Target.parse("h200+triton=3.6.0+vllm=0.33.0"),
+        facts=dataclasses.replace(settings.facts, dtype="bfloat16"),
+        requests=(("routed_experts", "mma"),),
+    )
+
+    def chosen(format: str) -> list[str]:
+        found = asked.expert_ops(format).decisions
+        return [d.provider for d in found if (d.op, d.verdict) == ("routed_experts", "chosen")]
+
+    assert (chosen("mxfp4"), chosen("bf16")) == (["mma"], ["engine"])
+    plain = dataclasses.replace(asked, facts=dataclasses.replace(asked.facts, weights="bf16"))
+    with pytest.raises(SelectionError, match="mma: needs weights nvfp4 or mxfp4; asked is bf16"):
+        plain.expert_ops("bf16")
 
 
 @pytest.mark.usefixtures("gfx942")
