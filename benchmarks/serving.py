@@ -133,7 +133,8 @@ class Served:
                      "gpu_memory_utilization": 0.1}  # fmt: skip
         else:
             # What `vllm serve` schedules at once there. A given size leaves profiling out.
-            more |= {"max_num_batched_tokens": 8192, "kv_cache_memory_bytes": options.cache << 30}
+            more |= {"max_num_batched_tokens": 8192, "kv_cache_memory_bytes": options.cache << 30,
+                     "gpu_memory_utilization": getattr(options, "memory", 0.9)}  # fmt: skip
         if getattr(options, "variant", "") == "off-split":
             # It would compile for every number of splits; a kernel's first use does as well.
             more["kernel_config"] = {"enable_jit_warmup": False}
