@@ -9,8 +9,8 @@ from typing import Any
 
 @contextmanager
 def compiled_ahead(threads: int) -> Iterator[None]:
-    """In the block, launches of this package's kernels compile in `threads` threads and do nothing
-    else; all of them are ready when it ends. Other kernels run as always.
+    """In the block, launches of this package's kernels compile, Triton's in `threads` threads, and
+    do nothing else; all of them are ready when it ends. Other kernels run as always.
 
     Results of ops inside are undefined: nothing may be done with them but to pass them on to ops.
     """
@@ -19,6 +19,8 @@ def compiled_ahead(threads: int) -> Iterator[None]:
     import torch
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
+
+    from inkling_portable.backends.cuda import compiled
 
     launch, seen = JITFunction.run, set[tuple[Any, ...]]()
     kernels, device = list[Any](), torch.cuda.current_device()
@@ -38,14 +40,14 @@ def compiled_ahead(threads: int) -> Iterator[None]:
             torch.cuda.set_device(device)
             getattr(kernel, "result", lambda: kernel)()._init_handles()
 
-    JITFunction.run = compile_only
+    JITFunction.run, compiled.launching = compile_only, False
     try:
         with ThreadPoolExecutor(threads) as pool:
             with AsyncCompileMode(pool):
                 yield
             list(pool.map(load, kernels))
     finally:
-        JITFunction.run = launch
+        JITFunction.run, compiled.launching = launch, True
 
 
 def _kind(value: Any) -> Any:

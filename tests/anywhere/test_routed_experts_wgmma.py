@@ -1,5 +1,6 @@
 """The routed experts' WGMMA kernel on a CPU: source and launcher as they are, and the contract."""
 
+import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from torch import Tensor
 
 from inkling_portable.agreement import disagreements
+from inkling_portable.backends.cuda import compiled
 from inkling_portable.backends.cuda import routed_experts_wgmma as module
 from inkling_portable.backends.cuda.routed_experts_wgmma import Tiles
+from inkling_portable.compile_ahead import compiled_ahead
 from inkling_portable.registry import contract
 from tests.anywhere.test_routed_experts_mma import OFFER, HostKernel, build
 from tests.anywhere.test_triton_experts import case
@@ -42,3 +45,11 @@ def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPat
     arguments["ids"][0] = torch.tensor([-1, 5, 2])
     arguments["interleaved"] = rows % 2 == 1
     assert not disagreements(OP, provider, arguments)
+
+
+def test_nothing_is_launched_while_kernels_are_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that Triton's kernels did not write would lead anywhere. No CUDA driver is here."""
+    monkeypatch.setattr(module.torch.cuda, "current_device", lambda: 0)
+    with compiled_ahead(1):
+        compiled.Kernel(ctypes.c_void_p()).launch((1, 1), 1, (), 0, False)
+    assert compiled.launching

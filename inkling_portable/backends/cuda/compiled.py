@@ -19,6 +19,10 @@ _DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
+launching = True
+"""False while kernels are only made ready: what Triton's would have written is not there then."""
+
+
 class CompileError(RuntimeError):
     """NVRTC or the driver refused; the message has its words."""
 
@@ -125,6 +129,8 @@ class Kernel:
         Tensors go as pointers, None as a null pointer, numbers as 32 bits and the last `wide` of
         them as 64 bits. A `dependent` kernel may start before its predecessor on the stream ends.
         """
+        if not launching:
+            return
         if shared > self._shared:
             _check(_driver().cuFuncSetAttribute(self._function, _DYNAMIC_SHARED, shared),
                    f"asking for {shared} bytes of shared memory")  # fmt: skip
