@@ -45,6 +45,37 @@ def test_a_wrong_kernel_fails_with_its_reproduce_line(
     assert "FAILED" in out and "verify swiglu --provider reference --seed" in out
 
 
+def test_kernels_of_one_weight_format_are_judged_on_what_they_serve(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine's rows for 4-bit weights are among those that it can run, as `record` has them."""
+    from inkling_portable.commands import record, verify
+    from inkling_portable.registry import contract, ordered_rows
+    from inkling_portable.target import Target
+
+    h200 = Target.parse("h200+triton=3.6.0")
+    assert "mma" in {row.provider for row in verify.runnable(h200, ["routed_experts"], None)}
+    served = ["nvfp4"]
+    right = contract("routed_experts").reference
+
+    def picky(*args: object, **arguments: object) -> torch.Tensor:
+        if arguments["format"] not in served:
+            raise ValueError(f"needs format nvfp4; found {arguments['format']}")
+        result: torch.Tensor = right(*args, **arguments)
+        return result
+
+    rows = ordered_rows("routed_experts", Target.parse("cpu"))
+    row = next(r for r in rows if r.provider == "reference")
+    monkeypatch.setattr(experts, "routed_experts", picky)
+    assert verify.verify_row(row, "cpu", 0, 12)
+    assert 0 < int(capsys.readouterr().out.split("agrees")[1].split()[0]) < 12
+    _, entries = record._outputs(iter([row]), "cpu", range(12))
+    assert 0 < len(entries) < 12 and {e["plain"]["format"] for e in entries} == {"nvfp4"}
+    served.clear()
+    assert not verify.verify_row(row, "cpu", 0, 2)
+    assert "FAILED  serves no input: needs format nvfp4" in capsys.readouterr().out
+
+
 def test_a_kernel_that_raises_has_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
