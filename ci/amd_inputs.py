@@ -21,7 +21,9 @@ from inkling_portable.backends.reference import attention as attention_contract
 from inkling_portable.backends.reference.norm import WIDTHS
 from inkling_portable.backends.triton import OFFERS, qkvr_prep, rel_attention, short_conv
 from inkling_portable.backends.triton import rel_attention_tuning as tuning
+from inkling_portable.backends.triton._common import launching_for
 from inkling_portable.backends.triton.rel_attention_tuning import Plan
+from inkling_portable.backends.triton.routed_experts_tuning import gemv_to
 from inkling_portable.inputs import SeededDraw
 from inkling_portable.registry import Facts
 from inkling_portable.target import Target
@@ -187,14 +189,19 @@ ATTENTION = [
 ]
 
 
-def attention_plans(target: Target) -> dict[tuple[Any, ...], tuple[Plan, int, int, int]]:
-    """Plans with different tiles for a rank of Inkling: (plan, new tokens, window, page)."""
+def attention_plans(target: Target, stored: int
+                    ) -> dict[tuple[Any, ...], tuple[Plan, int, int, int]]:  # fmt: skip
+    """Plans with different tiles for a rank of Inkling: (plan, new tokens, window, page).
+
+    stored: bytes of a cached number.
+    """
     found: dict[tuple[Any, ...], tuple[Plan, int, int, int]] = {}
     for fresh, batch, longest, window in ATTENTION:
         for page in (128, 16):
             shape = tuning.Shape(
                 rows=fresh * batch, batch=batch, heads=8, kv_heads=2 if window else 1, width=128,
                 extent=window or 1024, window=window, page=page, max_q=fresh, max_kv=longest,
+                stored=stored,
             )  # fmt: skip
             plan = tuning.plan(target, shape)
             few = plan.few and replace(plan.few, programs=0)
@@ -214,11 +221,11 @@ def attention_cases(chip: str) -> Iterator[Case]:
             (0, 4): (2, 3), (0, 300): (0, 640), (0, 37): (0, 80),
         }  # fmt: skip
 
-    plans = attention_plans(Target.parse(CHIPS[chip])).values()
-    for number, (plan, fresh, window, page) in enumerate(plans):
-        # What a program is to do does not depend on how many there are.
-        plan = replace(plan, few=plan.few and replace(plan.few, programs=15))
-        for eight in (False, True):
+    for eight in (False, True):
+        plans = attention_plans(Target.parse(CHIPS[chip]), 1 if eight else 2).values()
+        for number, (plan, fresh, window, page) in enumerate(plans):
+            # What a program is to do does not depend on how many there are.
+            plan = replace(plan, few=plan.few and replace(plan.few, programs=15))
             asked = {**sizes(window, page, eight), (1, 70): (1, 40)}
             if plan.many is None:  # no request has more new tokens than the plan serves
                 most = min(fresh, 20)
@@ -279,10 +286,12 @@ def _as_fnuz(**arguments: Any) -> torch.Tensor:
 
 def expert_cases(chip: str) -> Iterator[Case]:
     """Each format with one token, a few, some and many; widths that cut tiles."""
+    with launching_for(Target.parse(CHIPS[chip])):
+        tiles_from = gemv_to() + 1
     # name: (tokens, experts, experts of a token, hidden size, expert width, fixed order)
     kinds = {
         "one": ((1, 1), 8, 6, 2080, 96, False), "a few": ((2, 6), 4, 2, 352, 544, False),
-        "some": ((10, 16), 4, 2, 352, 96, False), "many": ((17, 40), 11, 3, 160, 96, False),
+        "some": ((tiles_from, 16), 4, 2, 352, 96, False), "many": ((17, 40), 11, 3, 160, 96, False),
         "most": ((50, 70), 4, 2, 96, 352, False), "fixed": ((1, 40), 4, 2, 352, 96, True),
     }  # fmt: skip
     for form in FORMATS:

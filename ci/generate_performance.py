@@ -313,21 +313,32 @@ def estimated() -> list[str]:
              "chip's code is executed on a CPU at two short lengths with the tiles of the served "
              "one; what the inner loop adds is counted and multiplied. Shapes are those of one "
              "rank of eight. Shown are the microseconds that each resource needs at these rates, "
-             f"with all units equally busy: {rates}. A kernel takes at least the longest (bold): "
-             "latency, launches, bank conflicts and idle units are not in it; memory is what the "
-             "kernel touches, each line once in a launch. It says which resource binds, no more.",
+             f"with all units equally busy: {rates}. Memory is what the kernel touches, each line "
+             "once in a launch.",
              "",
-             "| kernel and shape | chip | matrix units | instructions | LDS | cache | memory |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+             "The last two columns are the waves themselves: the issue cycles and waits of each, "
+             "added up and divided by how many run at once, as registers, LDS and the served "
+             "launch allow; waves of one SIMD do not hinder each other there. What a load takes is "
+             "assumed, not known: 400 and 800 ns from memory, 64 cycles from LDS, 200 for scalars. "
+             "A kernel takes at least the longest of a row (bold, the waves at 800 ns among them). "
+             "Launches, bank conflicts and idle units are not in it.", "",
+             "| kernel and shape | chip | matrix units | instructions | LDS | cache | memory | "
+             "waves, 400 ns | waves, 800 ns |",
+             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for row in found["rows"]:
         cells = [f"**{number(us)}**" if name == row["bound"] else number(us)
                  for name, us in row["us"].items()]  # fmt: skip
         lines.append(f"| {row['case']} | {chips[row['chip']]} | {' | '.join(cells)} |")
-    lines += ["", "Experts in 4 bits are bound by unpacking, not by memory. For 16 tokens that "
-              "share no expert, the kernel without matrix units unpacks each weight once too, in "
-              "fewer instructions; tokens that do share experts take from that lead. The switch "
-              "between the two stays at nine tokens, as measured on an H200, until it is measured "
-              "on an AMD GPU."]  # fmt: skip
+    lines += ["", "Tiles are chosen by it where a row's longest is shorter by more than 20 % at "
+              "both latencies, until someone measures: attention for few new tokens lets two "
+              "programs share a compute unit, where former tiles left room for one (LDS for a "
+              "second stage on MI300X, registers for 64 keys on both); 4-bit experts stay without "
+              "matrix units up to 14 tokens on MI300X, since what tokens share by chance takes 15 "
+              "% from the lead, and up to 9 on MI355X, as measured on an H200. Tried and "
+              "left, for they gain less: other rows, words and waves of the matrix-vector kernels, "
+              "other tiles of the experts. Prefill was not estimated. Triton 3.6 needs more "
+              "registers: with it the tiles of 9 new tokens still leave room for one "
+              "program."]  # fmt: skip
     return lines
 
 

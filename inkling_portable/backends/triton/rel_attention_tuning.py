@@ -133,9 +133,7 @@ def split(target: Target, shape: Shape, packed: int) -> Split:
     if shape.element > 2:
         return Split(min(m, 32), 32, 4, 1, units, pdl=pdl)
     if target.vendor == "rocm":
-        # An address per key takes the registers that a second stage would need.
-        stages = _amd_stages(target) if m <= 32 or shape.page % 64 == 0 else 1
-        return Split(min(m, 64), 64, 4, stages, 2 * units)
+        return _split_amd(target, shape, min(m, 64), 2 * units)
     if m <= 32 and target.shared_kib >= 200:
         return _split_few_rows(shape, m, units, -(-packed // m), pdl)
     if m <= 32:
@@ -145,6 +143,26 @@ def split(target: Target, shape: Shape, packed: int) -> Split:
     warps, tma = (4 if m == 64 else 8), _tma(target, shape, 64)
     n = 64 if tma else 32
     return Split(m, n, warps, _stages(target, shape, m, n, 1, 3), units, tma=tma, pdl=pdl)
+
+
+def _split_amd(target: Target, shape: Shape, m: int, programs: int) -> Split:
+    """Estimated, not measured: `ci/cdna_cost.py`, where it says more than 20 %.
+
+    Two programs are to share a compute unit, whatever LDS and registers a second stage or a longer
+    tile would take: at assumed latencies that hides more than either does.
+    """
+    eight, whole_tiles, two = shape.stored == 1, shape.page % 64 == 0, _amd_stages(target)
+    n, stages = 64, 1
+    if m > 32:
+        # With short pages an address per key takes the registers that a second stage would need.
+        n, stages = (32, two) if whole_tiles or two == 1 else (64, 1)
+    elif m > 16:
+        n, stages = (64, two) if eight else (32, 1)
+    elif two > 1 and shape.window:
+        stages = two if eight else 1
+    elif two > 1 and (eight or not whole_tiles):
+        n = 32
+    return Split(m, n, 4, stages, programs)
 
 
 def _split_few_rows(shape: Shape, m: int, units: int, tiles: int, pdl: bool) -> Split:

@@ -24,13 +24,13 @@ from inkling_portable.backends.triton.routed_experts_gemm import combine_kernel,
 from inkling_portable.backends.triton.routed_experts_gemv import gemv_down_kernel, gemv_up_kernel
 from inkling_portable.backends.triton.routed_experts_sort import make_plan
 from inkling_portable.backends.triton.routed_experts_tuning import (
-    GEMV_TO,
     INNER_BYTES,
     LEAST_COLUMNS,
     PARTS_BYTES,
     UNPLANNED_TO,
     converts_e4m3,
     gemv_rows,
+    gemv_to,
     tiling,
     tokens_per_tile,
 )
@@ -139,7 +139,7 @@ def routed_experts(
     if tokens == 0 or ids.shape[1] == 0:
         return out.zero_()
     ids, weights = ids.contiguous(), weights.contiguous()
-    if tokens <= GEMV_TO and not order_is_fixed() and up.wordable() and down.wordable():
+    if tokens <= gemv_to() and not order_is_fixed() and up.wordable() and down.wordable():
         _rows(x, ids, weights, up, down, interleaved, out)
         return out
     top_k = ids.shape[1]

@@ -34,12 +34,15 @@ class Tiling:
     stages: int
 
 
-GEMV_TO = 9
-"""Tokens up to which 4-bit products run without tensor cores.
+def gemv_to() -> int:
+    """Tokens up to which 4-bit products run without tensor cores.
 
-Tokens of so few share hardly an expert, and each costs at most what one alone does: 18 us on an
-H200, where tiles took 70 us for two tokens and 175 us for nine.
-"""
+    Tokens of so few share hardly an expert, and each costs at most what one alone does: 18 us on an
+    H200, where tiles took 70 us for two tokens and 175 us for nine. On a MI300X it is estimated,
+    not measured (`ci/cdna_cost.py`): 91 us for 16 tokens, and 129 by tiles, of which the experts
+    that tokens share by chance save 15 %. Up to 14 that leaves a lead of 20 %.
+    """
+    return 14 if target().arch == "gfx942" else 9
 
 
 @dataclass(frozen=True)
