@@ -137,7 +137,7 @@ class Clock:
     def __init__(self, m: machine.Machine, chip: str) -> None:
         self.now = np.zeros((2, len(m.pc)))
         memory_cycles = np.array([[ns * RATES[chip].ghz] for ns in MEMORY_NS])
-        self.latency = {"vm": memory_cycles, **LATENCY_CYCLES}
+        self.latency: dict[str, Any] = {"vm": memory_cycles, **LATENCY_CYCLES}
         # When each of the last operations of a counter was issued; none counts further than 63.
         self.issued = {name: np.zeros((2, 64, len(m.pc))) for name in self.latency}
 
@@ -183,7 +183,7 @@ def counted(chip: str) -> Iterator[list[Counts]]:
     def wrapped(handler: machine.Handler) -> machine.Handler:
         def count(m: machine.Machine, now: Any) -> None:
             name, waves, of = now.name, m.count, sums[number(m.memory)]
-            cycles = _SLOW if name.startswith(_SLOW_NAMES) else _ISSUE
+            cycles: float = _SLOW if name.startswith(_SLOW_NAMES) else _ISSUE
             of["issue"] += waves * cycles
             if name.startswith("v_mfma"):
                 cycles = matrix_cycles(name, chip)
