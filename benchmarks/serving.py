@@ -17,6 +17,7 @@ exchanges, and says so. The file is written anew after every case.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,23 +62,45 @@ OPS = (
     ("towers", r"_norm_gelu|_dmel_"),
     ("rel_attention", r"attend|combine_split|join_spans|rel_attn|rel_attention|flash|fmha|fa4"),
     ("short conv, sum, norm", r"_conv_kernel|_by_rank_kernel|_sources_kernel|_exchange_kernel|"
-                              r"sconv|conv1d|lamport"),
+                              r"sconv|conv1d|lamport|add_rmsnorm|CUDAFunctor_add|_seq_metadata"),
     ("qkvr_prep", r"_prep_kernel|qkvr|qk_norm|reshape_and_cache"),
-    ("routed_experts", r"gemv_(up|down)|_count_kernel|_place_kernel|(?<!_)tile_kernel|"
-                       r"combine_kernel|moe|expert|humming|marlin|routed|silu_and_mul|align_block"),
-    ("route and gate_logits", r"_route_kernel|gate|topk|ll_bf16|_tile_kernel|_sum_kernel"),
+    ("routed_experts", r"gemv_(up|down)|_count_kernel|_place_kernel|(?<!_)tile_kernel|wgmma|"
+                       r"combine_kernel|arrange_kernel|moe|expert|humming|marlin|routed|silu_and_mul|act_and_mul|"
+                       r"align_block|process_input"),
+    ("route and gate_logits", r"_route_kernel|gate|topk|ll_bf16"),
     ("sinks and dense activation", r"_swiglu_kernel|swiglu|sink"),
-    ("norms and embedding", r"_norm_kernel|_embed_norm|_halves|rms_norm|index_select|embedding"),
-    ("linear layers", r"nvjet|gemm|gemv|cublas|cutlass|splitK|_row_kernel|addmm|::mm|linear"),
+    ("norms and embedding", r"_norm_kernel|_embed_norm|_halves|rms_?norm|index_select|embedding"),
+    ("linear layers", r"nvjet|gemm|gemv|cublas|cutlass|splitK|_row_kernel|_tile_kernel|_sum_kernel|"
+                      r"addmm|::mm|linear"),
     ("sampling", r"argmax|sampl|softmax|gumbel|logit"),
     ("inputs and metadata", r"memcpy|memset|copy|fill|arange|cumsum|slot|block_table|elementwise|"
-                            r"index|prepare|gather|scatter|cat|reduce"),
+                            r"index|prepare|gather|scatter|cat|reduce|_post_update|apply_write"),
 )  # fmt: skip
+PRODUCTS = re.compile(r"_(row|tile|sum)_kernel$")
+"""Of gates, sinks and linear layers alike: which one, says what runs before and after them."""
+PLACES = re.compile(r"_route_kernel|_prep_kernel|_conv_kernel|combine_split|attend")
 
 
 def op_of(kernel: str) -> str:
     """The op that a kernel belongs to, by its name."""
     return next((op for op, names in OPS if re.search(names, kernel, re.I)), "unknown")
+
+
+def ops_of(kernels: Sequence[str]) -> list[str]:
+    """The op of each kernel of a step, in the order in which they start."""
+    ops = [op_of(kernel) for kernel in kernels]
+    places = [PLACES.search(kernel) for kernel in kernels]
+    before = ""
+    for i, kernel in enumerate(kernels):
+        if PRODUCTS.search(kernel):
+            after = next((place[0] for place in places[i:] if place), "")
+            if after == "_route_kernel":
+                ops[i] = "route and gate_logits"
+            elif before == "_route_kernel":
+                ops[i] = "sinks and dense activation"
+        found = places[i]
+        before = found[0] if found else before
+    return ops
 
 
 # --- the engine -----------------------------------------------------------------------------------
@@ -147,6 +170,8 @@ class Served:
         self.routers = self.llm.apply_model(serving_rank.draw_routers)[0]
         if not self.routers:
             raise SystemExit("no router was found to draw; its parameters' names have changed")
+        gc.collect()
+        gc.freeze()  # as vLLM does in an engine's process of its own
         self.rng, self.count = random.Random(1), 0
         self.behind = min(BEHIND, longest // 2)
 
@@ -228,6 +253,7 @@ class Served:
     def profile(self) -> dict[str, Any]:
         """Microseconds of the next ten steps by op, and by kernel; unknown kernels by name."""
         import torch
+        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         on_gpu = torch.cuda.is_available()
@@ -238,22 +264,23 @@ class Served:
             for _ in range(10):
                 self.step()
             wait()
-        field = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        events = [e for e in recorded.events() if (e.device_type == DeviceType.CUDA) == on_gpu]
+        events.sort(key=lambda event: event.time_range.start)
         ops: Counter[str] = Counter()
-        kernels: Counter[str] = Counter()
-        calls: Counter[str] = Counter()
-        for event in recorded.key_averages():
-            us = float(getattr(event, field)) / 10
-            ops[op_of(event.key)] += us
-            kernels[event.key[:90]] += us
-            calls[event.key[:90]] += event.count
+        kernels: Counter[tuple[str, str]] = Counter()
+        calls: Counter[tuple[str, str]] = Counter()
+        for event, op in zip(events, ops_of([event.name for event in events]), strict=True):
+            us = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+            ops[op] += us / 10
+            kernels[op, event.name[:90]] += us / 10
+            calls[op, event.name[:90]] += 1
         known = ops.total() - ops["unknown"]
         return {
             "us": {name: round(us, 1) for name, us in ops.most_common()},
             "sum us": round(ops.total(), 1),
             "named share": round(known / max(ops.total(), 1e-9), 4),
-            "kernels": {name: [round(us, 1), calls[name] / 10, op_of(name)]
-                        for name, us in kernels.most_common(40)},
+            "kernels": [[op, kernel, round(us, 1), calls[op, kernel] / 10]
+                        for (op, kernel), us in kernels.most_common(40)],
         }  # fmt: skip
 
 
@@ -351,7 +378,6 @@ def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
                     row(f"prefill {text(sizes)}", times, sum(floors(*sizes, 0).values()), tp)
                 )
             else:
-                served.throughput(*sizes)
                 rates = [served.throughput(*sizes) for _ in range(options.repeats)]
                 rows.append({"case": f"throughput {text(sizes)}", "samples": options.repeats,
                              "tokens/s": round(statistics.median(rates), 1)})  # fmt: skip

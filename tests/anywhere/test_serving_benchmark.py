@@ -121,6 +121,19 @@ def test_every_kernel_of_ours_belongs_to_an_op() -> None:
     assert serving.op_of("nvjet_tst_64x8_64x16_4x1_v_bz_TNT") == "linear layers"
 
 
+def test_products_belong_to_what_stands_around_them() -> None:
+    """Gates, sinks and linear layers share kernels; a layer's order tells them apart."""
+    layer = ["_row_kernel", "_prep_kernel", "attend_split", "combine_split", "_row_kernel",
+             "_conv_kernel", "_row_kernel", "_sum_kernel", "_route_kernel", "_row_kernel",
+             "_row_kernel", "gemv_up_kernel", "_conv_kernel"]  # fmt: skip
+    linear, gate, sinks = "linear layers", "route and gate_logits", "sinks and dense activation"
+    conv, attention = "short conv, sum, norm", "rel_attention"
+    assert serving.ops_of(layer * 2) == 2 * [
+        linear, "qkvr_prep", attention, attention, linear, conv, gate, gate, gate, sinks, sinks,
+        "routed_experts", conv,
+    ]  # fmt: skip
+
+
 def test_the_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("INKLING_PORTABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(name, "")  # set by the script
