@@ -65,7 +65,7 @@ OPS = (
                               r"sconv|conv1d|lamport|add_rmsnorm|CUDAFunctor_add|_seq_metadata"),
     ("qkvr_prep", r"_prep_kernel|qkvr|qk_norm|reshape_and_cache"),
     ("routed_experts", r"gemv_(up|down)|_count_kernel|_place_kernel|(?<!_)tile_kernel|wgmma|"
-                       r"combine_kernel|arrange_kernel|moe|expert|humming|marlin|routed|silu_and_mul|act_and_mul|"
+                       r"combine_kernel|^combine$|arrange_kernel|moe|expert|humming|marlin|routed|silu_and_mul|act_and_mul|"
                        r"align_block|process_input"),
     ("route and gate_logits", r"_route_kernel|gate|topk|ll_bf16"),
     ("sinks and dense activation", r"_swiglu_kernel|swiglu|sink"),
