@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
-from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import (
     get_pp_group,
@@ -185,18 +184,21 @@ def on_accelerator() -> bool:
     return bool(current_platform.is_cuda_alike())
 
 
+BESIDE_TO = -1
+"""Rows of a step whose sinks run beside the routed experts: none until it is measured."""
+
+
 @functools.cache
 def _fork_and_join() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return torch.cuda.Event(), torch.cuda.Event()
 
 
 def side_by_side(rows: int, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
-    """(first(), second()): on two streams for as few rows as vLLM's shared experts have theirs.
+    """(first(), second()): on two streams of a CUDA device for up to BESIDE_TO rows.
 
-    One after the other on AMD, where nobody has measured it, and in captures that break.
+    vLLM's way with its shared experts, and its stream; one after the other in captures that break.
     """
-    few = rows <= envs.VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
-    stream = aux_stream() if few and current_platform.is_cuda() else None
+    stream = aux_stream() if rows <= BESIDE_TO and current_platform.is_cuda() else None
     if stream is None:
         return first(), second()
     both: tuple[Any, Any] = maybe_execute_in_parallel(first, second, *_fork_and_join(), stream)

@@ -1,14 +1,14 @@
-"""Plain linear layers of few rows through the op `skinny_linear`: qkvr, o_proj, dense MLP, head.
+"""Opt-in: plain linear layers of few rows through the op `skinny_linear`.
 
-`INKLING_PORTABLE=skinny_linear=triton` hands it up to 16 rows, what a decode step has; more stay
-with the engine's library. Unasked, it gets what `PAYS_TO` says, and nothing beside adapters or
-batch invariance. The sinks' op reads its matrices in the same way.
+`INKLING_PORTABLE=skinny_linear=triton` hands it qkvr, o_proj, the dense MLP and the head, for at
+most 16 rows (what a decode step has); more rows stay with the engine's library. The sinks' op reads
+its matrices in the same way without being asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +17,15 @@ from inkling_portable.backends.reference.linear import MOST_ROWS
 from inkling_portable.model.engine import UnquantizedLinearMethod, on_accelerator
 from inkling_portable.registry import SelectionError
 
-if TYPE_CHECKING:
-    from inkling_portable.model.settings import Settings
-
 OP = "skinny_linear"
-PAYS_TO = {"sm90": 8}
-"""By chip: rows up to which bfloat16 layers go to the op unasked. On an H200 one row is faster in
-every layer, and 16 are in all but o_proj, 6.4 us for 6.2 (`benchmarks/results/small_ops-h200`)."""
 
 
 class SkinnyLinearMethod(UnquantizedLinearMethod):
     """The engine's way with a plain matrix, but for few rows. Which way is fixed in a graph."""
 
-    def __init__(self, op: Callable[..., Tensor], most: int) -> None:
+    def __init__(self, op: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.op, self.most = op, most
+        self.op = op
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         # On a CPU the engine would keep the matrix in a packed form only.
@@ -39,7 +33,7 @@ class SkinnyLinearMethod(UnquantizedLinearMethod):
             super().process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if bias is None and x.dim() == 2 and x.shape[0] <= self.most:
+        if bias is None and x.dim() == 2 and x.shape[0] <= MOST_ROWS:
             return self.op(x, layer.weight)
         if on_accelerator():
             return super().apply(layer, x, bias)
@@ -59,23 +53,12 @@ def check_skinny_request(
         )
 
 
-def most_rows(settings: Settings) -> int:
-    """Rows that the op gets: what was asked for, else what is known to be faster; 0 is none."""
-    if OP in dict(settings.requests):
-        return MOST_ROWS
-    facts = settings.facts
-    if facts.lora or facts.batch_invariant or settings.dtype != torch.bfloat16:
-        return 0
-    return PAYS_TO.get(settings.target.arch, 0)
-
-
 def take_over(model: Any) -> None:
     """Give every plain linear layer of `model`, and its head, the op for few rows."""
-    most = most_rows(model.settings)
-    if not most:
+    if OP not in dict(model.settings.requests):
         return
     op = model.settings.ops().skinny_linear
     for layer in model.modules():
         if type(getattr(layer, "quant_method", None)) is UnquantizedLinearMethod:
-            layer.quant_method = SkinnyLinearMethod(op, most)
-    model.logits_processor.few_rows, model.logits_processor.few = op, most
+            layer.quant_method = SkinnyLinearMethod(op)
+    model.logits_processor.few_rows, model.logits_processor.few = op, MOST_ROWS

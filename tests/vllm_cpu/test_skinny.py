@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ import torch
 from inkling_portable.backends.reference import linear
 from inkling_portable.model.engine import UnquantizedLinearMethod
 from inkling_portable.model.logits import InklingLogits
-from inkling_portable.model.skinny import SkinnyLinearMethod, check_skinny_request, most_rows
-from inkling_portable.registry import Facts, SelectionError
-from inkling_portable.target import Target
+from inkling_portable.model.skinny import SkinnyLinearMethod, check_skinny_request
+from inkling_portable.registry import SelectionError
 from tests.vllm_cpu.conftest import Engine, Oracle
 
 ASKED = {"inkling_portable": {"skinny_linear": "reference"}}
@@ -64,7 +62,7 @@ def test_the_method_picks_by_rows(rows: int) -> None:
     layer = torch.nn.Linear(64, 32, bias=False)
     x = torch.randn(rows, 64)
     method = SkinnyLinearMethod.__new__(SkinnyLinearMethod)
-    method.op, method.most = op, 16
+    method.op = op
     torch.testing.assert_close(method.apply(layer, x), layer(x))
     assert seen == ([rows] if rows <= 16 else [])
 
@@ -82,18 +80,6 @@ def test_the_heads_factor_rides_in_the_product() -> None:
     found = logits.forward(head, hidden)
     exact = (hidden.double() @ head.weight.double().T * 0.3)[:, :90]
     assert found is not None and torch.equal(found, exact.to(torch.bfloat16))
-
-
-@pytest.mark.parametrize(
-    ("changed", "rows"),
-    [({}, 8), ({"target": Target.parse("cuda:sm100")}, 0), ({"dtype": torch.float32}, 0),
-     ({"facts": Facts(lora=True)}, 0), ({"facts": Facts(batch_invariant=True)}, 0),
-     ({"requests": (("skinny_linear", "triton"),), "dtype": torch.float32}, 16)],
-)  # fmt: skip
-def test_unasked_it_gets_the_rows_that_were_measured(changed: dict[str, Any], rows: int) -> None:
-    served = {"target": Target.parse("h200"), "dtype": torch.bfloat16, "facts": Facts(),
-              "requests": ()}  # fmt: skip
-    assert most_rows(SimpleNamespace(**{**served, **changed})) == rows  # type: ignore[arg-type]
 
 
 def test_beside_adapters_it_is_refused() -> None:
