@@ -1,10 +1,11 @@
 """Write the tables and command lines of docs/many-gpus.md: `python ci/many_gpus.py`.
 
-The cost model is arithmetic on stated assumptions, none of them measured on more than two GPUs.
+The cost model adds to what two GPUs were measured to take what its assumptions say of more.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -16,27 +17,43 @@ sys.path.insert(0, str(ROOT))
 from inkling_portable.recipes import STRATEGIES, render  # noqa: E402
 
 DOCS = ROOT / "docs" / "many-gpus.md"
+MEASURED = ROOT / "benchmarks" / "results" / "ranks" / "h200-x2-earlier-form.json"
 HIDDEN, LAYERS, STORED = 6144, 66, 2  # bfloat16
-LINK_US, LINK_GBS = 1.0, 400.0  # one way over NVLink; of 450 GB/s each way, what stores reach
-LAUNCH_US, START_US, MEMORY_GBS = 1.2, 2.0, 4300.0
-ONE_LAUNCH = 132
-NCCL_US, NCCL_HOP_US, NCCL_GBS = 31.0, 1.7, 250.0
+PEER_US, LINK_GBS = 0.1, 400.0  # each rank more; of 450 GB/s each way, what stores reach
+HOP_US, NCCL_GBS = 1.7, 250.0  # of each collective, for each rank more
+
+
+def on_two(name: str, rows: int) -> float:
+    """Microseconds of an exchange between two GPUs, between measured steps by a straight line."""
+    found = [(row["tokens"], row[name]) for row in json.loads(MEASURED.read_text())["us"]]
+    below = max(pair for pair in found if pair[0] <= rows)
+    above = min((pair for pair in found if pair[0] >= rows), default=below)
+    part = (rows - below[0]) / max(1, above[0] - below[0])
+    return float(below[1] + part * (above[1] - below[1]))
+
+
+def more_bytes(rows: int, ranks: int) -> float:
+    """Bytes that a rank sends in both halves of an exchange beyond those of one of two."""
+    return 2 * rows * HIDDEN * STORED * ((ranks - 1) / ranks - 1 / 2)
 
 
 def lamport_us(rows: int, ranks: int) -> float:
-    """Two exchanges of a row's parts; beyond ONE_LAUNCH rows three launches; emptying and norm."""
-    line = rows * HIDDEN * STORED
-    launches = 1 if rows <= ONE_LAUNCH else 3
-    sent = 2 * line * (ranks - 1) / ranks / (LINK_GBS * 1e3)
-    local = 7 * line / (MEMORY_GBS * 1e3)  # read parts and rows, empty both, residual, two outputs
-    return START_US + LAUNCH_US * (launches - 1) + 2 * LINK_US + sent + local
+    return on_two("lamport", rows) + PEER_US * (ranks - 2) + more_bytes(rows, ranks) / (
+        LINK_GBS * 1e3)  # fmt: skip
 
 
 def portable_us(rows: int, ranks: int) -> float:
-    """What two ranks take at one row, a hop of each collective for every rank more, the bytes."""
-    line = rows * HIDDEN * STORED
-    return NCCL_US + 2 * NCCL_HOP_US * (ranks - 1) + 2 * line * (ranks - 1) / ranks / (
+    return on_two("nccl", rows) + 2 * HOP_US * (ranks - 2) + more_bytes(rows, ranks) / (
         NCCL_GBS * 1e3)  # fmt: skip
+
+
+def measured_table() -> str:
+    """Rows of Markdown: tokens, and microseconds of each exchange between two GPUs."""
+    lines = ["| tokens | lamport, earlier form | triton (NCCL) | vllm |", "|---" * 4 + "|"]
+    for row in json.loads(MEASURED.read_text())["us"]:
+        cells = (f"{row[name]:.3g}" if name in row else "-" for name in ("lamport", "nccl", "vllm"))
+        lines.append(f"| {row['tokens']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def cost_table() -> str:
@@ -46,7 +63,7 @@ def cost_table() -> str:
     for rows in (1, 4, 16, 64, 512):
         figures = [f(rows, ranks) for ranks in (4, 8) for f in (lamport_us, portable_us)]
         saved = 2 * LAYERS * (figures[3] - figures[2]) / 1e3
-        cells = " | ".join(f"{figure:.0f}" for figure in figures)
+        cells = " | ".join(f"{figure:.3g}" for figure in figures)
         lines.append(f"| {rows} | {cells} | {saved:.1f} |")
     return "\n".join(lines)
 
@@ -60,7 +77,8 @@ def recipe(strategy: str) -> str:
 
 def rendered(text: str) -> str:
     """The document with what stands between its marks made anew."""
-    parts = {"cost": cost_table(), **{name: recipe(name) for name in STRATEGIES}}
+    tables = {"measured": measured_table(), "cost": cost_table()}
+    parts = tables | {name: recipe(name) for name in STRATEGIES}
     for name, part in parts.items():
         before, mark, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("\n<!-- end -->")

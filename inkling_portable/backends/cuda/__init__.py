@@ -39,7 +39,7 @@ def measured(target: Target, facts: Facts) -> str | None:
     """Where the exchange was timed beside NCCL's and the engine's; four ranks were virtual ones."""
     if facts.tp == 2 and target.key in MEASURED.get(("conv_residual_norm", "lamport"), ()):
         return None
-    return ("this exchange was timed between two ranks on H200 only; ask with "
+    return (f"nobody has timed this exchange of {facts.tp} ranks on {target.key}; ask with "
             "conv_residual_norm=lamport")  # fmt: skip
 
 
