@@ -70,7 +70,7 @@ def tiles(load: float, up: bool) -> Tiles:
         return Tiles(2, 48, 16, 16, 4, 2)
     if load <= 64:
         return Tiles(4, 80, 16, 32, 5)
-    return Tiles(4, 112, 16, 48, 4)
+    return Tiles(4, 112, 16, 64 if load <= 112 else 16, 4)
 
 
 @triton.jit
