@@ -76,7 +76,7 @@ OPS = (
     ("inputs and metadata", r"memcpy|memset|copy|fill|arange|cumsum|slot|block_table|elementwise|"
                             r"index|prepare|gather|scatter|cat|reduce|_post_update|apply_write"),
 )  # fmt: skip
-PRODUCTS = re.compile(r"_(row|tile|sum)_kernel$")
+PRODUCTS = re.compile(r"^_(row|tile|sum)_kernel$")
 """Of gates, sinks and linear layers alike: which one, says what runs before and after them."""
 PLACES = re.compile(r"_route_kernel|_prep_kernel|_conv_kernel|combine_split|attend")
 

@@ -204,6 +204,7 @@ BESIDE = {
     "linear layers": ("attention", "dense MLP", "unembedding", "draft depths"),
     "sinks and dense activation": ("shared experts",),
     "route and gate_logits": ("convolutions, gates, norms",),
+    "gate_logits and sinks": ("shared experts", "convolutions, gates, norms"),
 }  # fmt: skip
 """The parts of a step's bytes that an op of a profile reads; gates are most of the last one."""
 VARIANTS = {"plugin": "ours", "off": "vLLM as shipped", "off-split": "vLLM with splits"}
@@ -217,7 +218,8 @@ def served() -> dict[tuple[str, str, int, str], dict[str, Any]]:
         for result in report["results"]:
             who = result["variant"], result.get("asked", ""), result["drafts"]
             for row in result["rows"]:
-                found[*who, row["case"]] = row | {"environment": report["environment"]}
+                about = {"environment": report["environment"], "note": report.get("note", "")}
+                found[*who, row["case"]] = row | about
     return found
 
 
@@ -227,13 +229,16 @@ def serving_section(losses: dict[str, str]) -> list[str]:
     if not found:
         return []
     machine = next(iter(found.values()))["environment"]
+    notes = dict.fromkeys(row["note"] for row in found.values() if row["note"])
     lines = ["", "## Serving, one rank of eight", "",
-             f"{machine['gpu']}, `{machine['target']}`, {machine['date']}, by `python -m "
+             f"{machine['gpu']}, `{machine['target']}`, {machine['date']}, commit "
+             f"{machine.get('commit', 'unknown')}, by `python -m "
              "benchmarks.serving --all`: all layers of a rank of the large model, NVFP4 experts, "
              "dummy weights, spread routing, CUDA graphs, vLLM's engine in the process. Decode and "
              "prefill are milliseconds of a step and of a prompt; throughput is tokens a second. A "
              "rank alone exchanges nothing: the estimate for eight adds 132 exchanges of 8 us to "
-             "a step. The floor is bytes alone, for prefill those of the weights.", "",
+             "a step. The floor is bytes alone, for prefill those of the weights.",
+             *(f"Note: {note}." for note in notes), "",
              "| case | floor | ours | vLLM as shipped | vLLM with splits | faster than shipped | "
              "than the better | ours, estimated for eight |", "|---" * 8 + "|"]  # fmt: skip
     for case in dict.fromkeys(key[3] for key in found if key[2] == 0):
@@ -251,7 +256,7 @@ def serving_section(losses: dict[str, str]) -> list[str]:
         cells = [case, f"{ours.get('floor ms', '')}"]
         cells += [f"{values[v]:,}" if v in values else "not run" for v in VARIANTS]
         cells += [f"{gains['off']:.2f}" if "off" in gains else "",
-                  f"{min(gains.values()):.2f}" if gains else "",
+                  f"{min(gains.values()):.2f}" if len(gains) == 2 else "",
                   str(ours.get("ms with exchanges, estimated", ""))]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, *drafts_table(found), *profile_tables(found)]
@@ -285,9 +290,13 @@ def profile_tables(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> li
                   f"the names of kernels (known: {shares}); kernels may overlap.", "",
                   f"| op | floor | {' | '.join(VARIANTS[v] for v in rows)} |",
                   "|---" * (2 + len(rows)) + "|"]  # fmt: skip
-        for op in dict.fromkeys(op for profile in rows.values() for op in profile["us"]):
-            floors = [profile["floors us"].get(part, 0.0) for profile in list(rows.values())[:1]
-                      for part in BESIDE.get(op, ())]  # fmt: skip
+        ops = dict.fromkeys(op for profile in rows.values() for op in profile["us"])
+        bytes_of = next(iter(rows.values()))["floors us"]
+        beside = dict(BESIDE)
+        if "gate_logits and sinks" in ops:
+            del beside["route and gate_logits"], beside["sinks and dense activation"]
+        for op in ops:
+            floors = [bytes_of.get(part, 0.0) for part in beside.get(op, ())]
             floor = number(sum(floors)) if floors else ""
             times = [number(profile["us"].get(op, 0.0)) for profile in rows.values()]
             lines.append(f"| {op} | {floor} | {' | '.join(times)} |")

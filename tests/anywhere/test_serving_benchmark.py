@@ -125,7 +125,7 @@ def test_products_belong_to_what_stands_around_them() -> None:
     """Gates, sinks and linear layers share kernels; a layer's order tells them apart."""
     layer = ["_row_kernel", "_prep_kernel", "attend_split", "combine_split", "_row_kernel",
              "_conv_kernel", "_row_kernel", "_sum_kernel", "_route_kernel", "_row_kernel",
-             "_row_kernel", "gemv_up_kernel", "_conv_kernel"]  # fmt: skip
+             "_row_kernel", "moe_fused_mul_sum_kernel", "_conv_kernel"]  # fmt: skip
     linear, gate, sinks = "linear layers", "route and gate_logits", "sinks and dense activation"
     conv, attention = "short conv, sum, norm", "rel_attention"
     assert serving.ops_of(layer * 2) == 2 * [

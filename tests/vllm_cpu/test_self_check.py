@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from inkling_portable import agreement
 from inkling_portable.model import self_check
 from inkling_portable.model.engine import CacheLayer
 from inkling_portable.registry import SelectionError
@@ -73,34 +72,16 @@ def test_a_faulty_kernel_is_refused(
                          "INKLING_PORTABLE_SELF_CHECK=off")  # fmt: skip
 
 
-def test_under_batch_invariance_the_contracts_run_on_the_cpu(
-    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There, vLLM's products know no float64 on an accelerator."""
-    homes = []
-    convert = agreement.convert
-
-    def noted(value: Any, dtype: Any = None, device: str | None = None) -> Any:
-        homes.append(device)
-        return convert(value, dtype, device)
-
-    def run(model: Any) -> None:
-        facts = dataclasses.replace(model.settings.facts, batch_invariant=True)
-        settings = dataclasses.replace(model.settings, facts=facts)
-        monkeypatch.setattr(model, "settings", settings)
-        monkeypatch.setattr(agreement, "convert", noted)
-        assert self_check.check(model, model.vllm_config) is not None
-
-    engines().on_model(run)
-    assert homes.count("cpu") > 100 and None in homes
-
-
 def test_what_leaves_it_out(
     engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(model: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(model.vllm_config.load_config, "load_format", "dummy")
+            assert self_check.check(model, model.vllm_config) is None
+        with monkeypatch.context() as patch:
+            facts = dataclasses.replace(model.settings.facts, batch_invariant=True)
+            patch.setattr(model, "settings", dataclasses.replace(model.settings, facts=facts))
             assert self_check.check(model, model.vllm_config) is None
         monkeypatch.setenv(self_check.VARIABLE, "off")
         assert self_check.check(model, model.vllm_config) is None
