@@ -99,6 +99,34 @@ def test_a_captured_graph_equals_eager_for_shorter_lengths(shape: str) -> None:
         assert replayed.isfinite().all()
 
 
+@pytest.mark.parametrize("shape", ["global 1 x 64K", "verify 9, 8K", "local 64 x 8K"])
+def test_a_chain_of_early_launches_reads_what_was_just_written(shape: str) -> None:
+    """Each step's queries, bias and last key come from the kernels right before: bit for bit as if
+    one had waited for them."""
+    few = smaller(next(c for c in CASES if c.name == shape))
+    first = arguments(few, DEVICE)
+    steps = [first["kv_lens"] - 40 + i for i in range(40)]
+    last = [first["pages"][:, (n - 1) // few.page].diagonal().long() for n in steps]
+    torch.cuda.synchronize()
+
+    def chain(wait: bool) -> list[torch.Tensor]:
+        call, outs = {k: convert(v) for k, v in first.items()}, []
+        for lengths, page in zip(steps, last, strict=True):
+            found = call["q"].view(len(few.lengths), few.fresh, few.heads, few.width)[:, -1]
+            call["k_cache"][page, (lengths - 1).long() % few.page] = found[:, : few.kv_heads]
+            call["rel"] = call["rel"] * 0.5 + call["q"][..., :1]
+            call |= {"kv_lens": lengths, "out": torch.empty_like(call["q"])}
+            kernel.rel_attention(**call)
+            outs.append(call["out"])
+            call["q"] = call["out"] * 9 + first["q"]
+            if wait:
+                torch.cuda.synchronize()
+        return outs
+
+    for early, waited in zip(chain(False), chain(True), strict=True):
+        assert torch.equal(early, waited)
+
+
 def test_cache_beyond_two_to_the_31_elements() -> None:
     """Pages far apart in one large buffer: offsets need 64 bits."""
     call = case([1, 3], [200, 90], width=128, page=128, extent=256, padding=0)

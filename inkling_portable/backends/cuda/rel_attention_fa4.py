@@ -30,21 +30,10 @@ LEAST_TOKENS, LEAST_KEYS = 2048, 8192
 
 
 def long_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rel: Tensor,
-    pages: Tensor,
-    q_starts: Tensor,
-    kv_lens: Tensor,
-    max_q: int,
-    max_kv: int,
-    window: int,
-    scale: float,
-    out: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> bool:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rel: Tensor, pages: Tensor, q_starts: Tensor,
+    kv_lens: Tensor, max_q: int, max_kv: int, window: int, scale: float, out: Tensor,
+    k_scale: float = 1.0, v_scale: float = 1.0,
+) -> bool:  # fmt: skip
     """Whether `composed` serves a call and pays: host integers only. FA4's tiles are one page."""
     extent = rel.shape[2]
     return (
@@ -59,21 +48,10 @@ def long_prefill(
 
 
 def composed(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rel: Tensor,
-    pages: Tensor,
-    q_starts: Tensor,
-    kv_lens: Tensor,
-    max_q: int,
-    max_kv: int,
-    window: int,
-    scale: float,
-    out: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rel: Tensor, pages: Tensor, q_starts: Tensor,
+    kv_lens: Tensor, max_q: int, max_kv: int, window: int, scale: float, out: Tensor,
+    k_scale: float = 1.0, v_scale: float = 1.0,
+) -> None:  # fmt: skip
     """The contract of the same name where `long_prefill` holds."""
     batch, extent = kv_lens.shape[0], rel.shape[2]
     shape = near.describe(q, k_cache, v_cache, rel, kv_lens, max_q, max_kv, window)
@@ -120,21 +98,10 @@ def shift_pages(
 
 
 def modified(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rel: Tensor,
-    pages: Tensor,
-    q_starts: Tensor,
-    kv_lens: Tensor,
-    max_q: int,
-    max_kv: int,
-    window: int,
-    scale: float,
-    out: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rel: Tensor, pages: Tensor, q_starts: Tensor,
+    kv_lens: Tensor, max_q: int, max_kv: int, window: int, scale: float, out: Tensor,
+    k_scale: float = 1.0, v_scale: float = 1.0,
+) -> None:  # fmt: skip
     """The contract of the same name for any call, with the bias in FA4's score modifier.
 
     FA4 multiplies values behind the last key by zero: they must be finite, as a server's are.

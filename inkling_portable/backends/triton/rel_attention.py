@@ -35,21 +35,10 @@ def _plan(target: Target, shape: Shape) -> Plan:
 
 
 def rel_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rel: Tensor,
-    pages: Tensor,
-    q_starts: Tensor,
-    kv_lens: Tensor,
-    max_q: int,
-    max_kv: int,
-    window: int,
-    scale: float,
-    out: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rel: Tensor, pages: Tensor, q_starts: Tensor,
+    kv_lens: Tensor, max_q: int, max_kv: int, window: int, scale: float, out: Tensor,
+    k_scale: float = 1.0, v_scale: float = 1.0,
+) -> None:  # fmt: skip
     """The contract of the same name (backends/reference/attention.py).
 
     Raises ValueError, naming the argument, for shapes and types that the kernels do not serve.
@@ -61,23 +50,11 @@ def rel_attention(
 
 
 def attend(
-    plan: Plan | Target | None,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rel: Tensor,
-    pages: Tensor,
-    q_starts: Tensor,
-    kv_lens: Tensor,
-    max_q: int,
-    max_kv: int,
-    window: int,
-    scale: float,
-    out: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    far_lse: Tensor | None = None,
-) -> None:
+    plan: Plan | Target | None, q: Tensor, k_cache: Tensor, v_cache: Tensor, rel: Tensor,
+    pages: Tensor, q_starts: Tensor, kv_lens: Tensor, max_q: int, max_kv: int, window: int,
+    scale: float, out: Tensor,
+    k_scale: float = 1.0, v_scale: float = 1.0, far_lse: Tensor | None = None,
+) -> None:  # fmt: skip
     """rel_attention with a given plan, or with the plan of a given machine; None: of this one.
 
     With far_lse [heads, T] (float32, natural logarithm) the rows of requests that `plan.many`
@@ -138,6 +115,13 @@ def _launch_split(
         TMA=tiles.tma, PRECISION=_precision(q), STAGES=tiles.stages, PDL=tiles.pdl,
         num_warps=tiles.warps, num_stages=tiles.stages, **options, **limit,
     )  # fmt: skip
+    _launch_combine(tiles, part, stat, out, q_starts, kv_lens, shape, gain, plan, batch, options, q)
+
+
+def _launch_combine(
+    tiles: Split, part: Tensor, stat: Tensor, out: Tensor, q_starts: Tensor, kv_lens: Tensor,
+    shape: Shape, gain: float, plan: Plan, batch: int, options: dict[str, Any], q: Tensor,
+) -> None:  # fmt: skip
     tokens = max(1, min(plan.few_tokens, shape.max_q, shape.rows))
     part_width = min(tiles.part, shape.width)
     combine_split[(shape.batch * tokens, shape.heads, shape.width // part_width)](

@@ -7,6 +7,10 @@ one prefix sum over the batch; nothing is read back by the host and no plan kern
 
 A stretch holds at most one end of a request that began earlier and at most one beginning of a
 request that goes on: two slots of scratch per program are enough.
+
+Launched dependently, a program plans before what runs before it has ended. So lengths, row starts
+and pages are to be there before the kernel that is launched right before begins: in a model other
+kernels lie between; what that kernel itself writes, queries, bias, keys and values, is waited for.
 """
 
 import triton
@@ -57,9 +61,6 @@ def attend_split(
 ):  # fmt: skip
     """One stretch of the line. part [2 * programs, M, WIDTH] and part_stat [2, 2 * programs, M]
     (maxima, then sums) are float32 scratch: slot p for an end, programs + p for a beginning."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     program = tl.program_id(0)
     ids, units, total, stretch = split_plan(
@@ -69,6 +70,9 @@ def attend_split(
     d = tl.arange(0, WIDTH)
     at = program * stretch
     stop = tl.minimum(at + stretch, total)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     while at < stop:
         request = tl.sum((ends <= at).to(tl.int32), 0)
         offset = at - tl.sum(tl.where(ids < request, units, 0), 0)
@@ -169,6 +173,7 @@ def combine_split(
         last = (begin + tiles - 1) // stretch
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if last > first:
         d = tl.program_id(2) * PART + tl.arange(0, PART)
         lane = packed - row_tile * M

@@ -232,21 +232,10 @@ def join_spans(
 
 
 def rel_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rel: Tensor,
-    pages: Tensor,
-    q_starts: Tensor,
-    kv_lens: Tensor,
-    max_q: int,
-    max_kv: int,
-    window: int,
-    scale: float,
-    out: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rel: Tensor, pages: Tensor, q_starts: Tensor,
+    kv_lens: Tensor, max_q: int, max_kv: int, window: int, scale: float, out: Tensor,
+    k_scale: float = 1.0, v_scale: float = 1.0,
+) -> None:  # fmt: skip
     """The contract of the same name; errors as in the module rel_attention."""
     host._check(q, k_cache, v_cache, rel, pages, q_starts, kv_lens, window, out)
     if not q.shape[0]:

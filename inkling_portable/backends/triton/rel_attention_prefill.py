@@ -1,7 +1,8 @@
 """One program per tile of packed query rows: prefill, and short windows that need no split.
 
 The grid counts row tiles with host bounds; each program finds its request and tile from the true
-lengths and leaves at once if there is none. Late tiles see the most keys, so they start first.
+lengths and leaves at once if there is none. Late tiles see the most keys, so they start first. Of
+dependent launches the same holds as in rel_attention_decode.
 """
 
 import triton
@@ -33,9 +34,6 @@ def attend_whole(
     far_lse [HEADS, rows] their log-sum-exp; WINDOW is EXTENT, and the nearer keys are added. Both
     are undefined for rows that have no such keys.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     program = tl.program_id(0) // KV_HEADS
@@ -46,6 +44,9 @@ def attend_whole(
     counts = tl.where(counts > few, (counts * GROUP + M - 1) // M, 0)
     total = tl.sum(counts, 0)
     d = tl.arange(0, WIDTH)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if program < total:
         tile = total - 1 - program
         ends = tl.cumsum(counts, 0)

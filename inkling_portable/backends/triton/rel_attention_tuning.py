@@ -171,7 +171,11 @@ def _split_few_rows(shape: Shape, m: int, units: int, tiles: int, pdl: bool) -> 
     if shape.window:
         return Split(m, 32, 4, 4, 2 * units, pieces=16, pdl=pdl)
     if sequences >= 16:
-        return Split(m, 128, 4, 2, 2 * units, pdl=pdl)
+        # Requests that are cut into few pieces are joined by fewer, wider programs.
+        pieces, part = (16, 64) if shape.max_kv <= 16384 else (64, 32)
+        return Split(m, 128, 4, 2, 2 * units, part=part, pieces=pieces, pdl=pdl)
+    if sequences * shape.max_kv > 524288:
+        return Split(m, 64, 4, 2, 3 * units, least=4, pieces=256, pdl=pdl, registers=160)
     if sequences * shape.max_kv <= 16384:
         return Split(m, 64, 4, 3, units, pieces=256, pdl=pdl)
     # Up to here four programs share a multiprocessor; with more to read, two keep it as busy.
@@ -186,6 +190,7 @@ def _split_some_rows(target: Target, shape: Shape, units: int, tiles: int, pdl: 
         return Split(64, 128, 4, _stages(target, shape, 64, 128, 1, 2), 2 * units, pieces=128,
                      tma=True, pdl=pdl)  # fmt: skip
     least, pieces = (4, 256) if sequences < 16 and not shape.window else (1, 64)
+    pieces = 16 if sequences >= 16 and shape.max_kv <= 16384 else pieces
     return Split(64, 64, 4, _stages(target, shape, 64, 64, 2, 2), 2 * units, least,
                  pieces=pieces, tma=True, pdl=pdl)  # fmt: skip
 

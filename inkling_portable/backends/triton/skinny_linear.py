@@ -172,8 +172,11 @@ FIXED_ROWS = 1024
 def row_tiling(inner: int, columns: int) -> tuple[int, int, int]:
     """(matrix rows of a program, inner block, warps) for one row of x.
 
-    About 24 KiB of matrix in flight for each program and several programs for each unit.
+    About 24 KiB of matrix in flight for each program and several programs for each unit; where one
+    for each unit is enough, they ask for all of it before they wait for x.
     """
+    if target().vendor == "cuda" and columns <= 4 * compute_units():
+        return 2, min(8192, next_power_of_2(inner)), 8
     block = min(2048, next_power_of_2(inner))
     each = max(2, min(16, next_power_of_2(8192 // max(inner, 1))))
     return each, block, 4
