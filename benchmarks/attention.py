@@ -3,9 +3,11 @@
     python -m benchmarks.attention [--cases decode,verify] [--peers "fa4 x1,amd"] [--out FILE.json]
     python -m benchmarks.attention --sweep --seconds 300 [--cases "prefill"] [--out FILE.json]
 
-`--cases` takes parts of names or kinds (see attention_cases.py). The sweep tries other tiles than
-the tuning function's and prints the best of each shape. Kernels are compiled beforehand by many
-processes, for the chip that `--target` names (default h200), into Triton's cache.
+`--cases` takes parts of names or kinds (see attention_cases.py). With `--processes N` so many
+processes compile the peers' kernels side by side; then they time their shapes one after the other.
+The sweep tries other tiles than the tuning function's and prints the best of each shape. Our
+kernels are compiled beforehand by many processes, for the chip that `--target` names (default
+h200), into Triton's cache.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -177,6 +180,41 @@ def measure(case: Case, target: Target, wanted: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def share(cases: list[Case], target: Target, wanted: list[str], count: int) -> list[dict[str, Any]]:
+    """`measure` of every case in their order, by `count` processes; failed ones are left out."""
+    context = get_context("spawn")
+    ready, turn, found = context.Barrier(count), context.Lock(), context.Queue()
+    workers = [context.Process(target=take_part, args=(cases[i::count], target, wanted, ready, turn,
+                                                       found)) for i in range(count)]  # fmt: skip
+    for worker in workers:
+        worker.start()
+    results = [result for _ in cases if (result := found.get(timeout=900)) is not None]
+    for worker in workers:
+        worker.join()
+    order = {case.name: i for i, case in enumerate(cases)}
+    return sorted(results, key=lambda result: order[result["case"]["name"]])
+
+
+def take_part(
+    cases: list[Case], target: Target, wanted: list[str], ready: Any, turn: Any, found: Any
+) -> None:
+    """Time the cases once beside others, which compiles everything, and once undisturbed."""
+    for undisturbed in (False, True):
+        with turn if undisturbed else nullcontext():
+            for case in cases:
+                result = None
+                try:
+                    result = measure(case, target, wanted)
+                except Exception as error:
+                    print(f"{case.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                if undisturbed:
+                    found.put(result)
+                    print(row(result) if result else f"{case.name:26} FAILED", flush=True)
+                torch.cuda.empty_cache()
+        if not undisturbed:
+            ready.wait(timeout=600)
+
+
 def sweep(case: Case, plans: list[Plan], seconds: float) -> dict[str, Any]:
     """Times of as many plans as fit into `seconds`, best first; wrong results are left out."""
     sets = data_sets(case)
@@ -205,6 +243,7 @@ def main() -> None:
     parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=300, help="bound on the sweep's timing")
+    parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--target", default="h200")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
@@ -219,6 +258,9 @@ def main() -> None:
     if (found := Target.detect()).key != target.key:
         sys.exit(f"needs {target.key}, as compiled; found {found.key}; use --target {found.key}")
     results, table = [], []
+    if chosen.processes:
+        results = share(cases, target, wanted, min(len(cases), chosen.processes))
+        cases, table = [], [row(result) for result in results]
     for case in cases:
         start = time.perf_counter()
         try:

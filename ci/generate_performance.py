@@ -305,6 +305,44 @@ def profile_tables(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> li
     return lines
 
 
+def profiles_section() -> list[str]:
+    """Where the time of a shape goes; see `benchmarks.attention_profile`."""
+    lines: list[str] = []
+    for path in sorted((RESULTS / "profiles").glob("*.json")):
+        report = json.loads(path.read_text())
+        machine = report["environment"]
+        lines += ["", f"## What holds figures back: {machine['gpu']}, {machine['date']}", "",
+                  f"`{machine['target']}`. `{machine['command']}`",
+                  f"Note: {report['note']}." if report.get("note") else "", "",
+                  "Microseconds in graphs from cold caches: whole, without the joining of splits, "
+                  "and with one key a request, which leaves launches and planning. The rest are "
+                  "ncu's counters for each kernel by itself, from emptied caches: shares of the "
+                  "peak of memory, L2 and matrix units, of cycles that issue an instruction, of "
+                  "warps that could be resident, and what waiting warps mostly wait for.", "",
+                  "| shape | goal | whole | not joined | no keys | floor | kernel | us | memory | "
+                  "L2 | matrix units | issue | warps | waits |", "|---" * 14 + "|"]  # fmt: skip
+        reasons = []
+        for r in report["results"]:
+            case, us = r["case"], r["us"]
+            goal = f"{case['goal_us']:g}" if case.get("goal_us") else "-"
+            goal = f"{case['goal_tflops']:g} TFLOP/s" if case.get("goal_tflops") else goal
+            times = [number(us[k]) if k in us else "" for k in ("whole", "not joined", "no keys")]
+            first = [case["name"], goal, *times, number(r["floor_us"])]
+            for k in r["kernels"] or [{"kernel": "", "us": 0.0, "stalls %": {}}]:
+                shares = [f"{k[n]:.0f} %" if n in k else "" for n in
+                          ("dram %", "l2 %", "tensor %", "issue %", "occupancy %")]  # fmt: skip
+                waits = ", ".join(f"{n.replace('_', ' ')} {v:.0f} %"
+                                  for n, v in list(k["stalls %"].items())[:3])  # fmt: skip
+                taken = number(k["us"]) if k["kernel"] else ""
+                cells = [*first, k["kernel"], taken, *shares, waits]
+                lines.append(f"| {' | '.join(cells)} |")
+                first = [""] * 6
+            if r.get("explained"):
+                reasons.append(f"- {case['name']}: {r['explained']}")
+        lines += ["", *reasons] if reasons else []
+    return lines
+
+
 def estimated() -> list[str]:
     """What executed AMD code would take at published rates; see `ci.cdna_cost`."""
     path = FOLDER / "cost-amd.json"
@@ -391,6 +429,7 @@ def render() -> dict[Path, str]:
         *(lost if losses else []),
         *serving,
         *sections,
+        *profiles_section(),
         *modes_section(),
         *launches_section(),
         *estimated(),
