@@ -239,7 +239,7 @@ def attention_cases(chip: str) -> Iterator[Case]:
             name = f"rel_attention {number}: {tiles.m} rows, window {window}, pages of {page}, "
             name += "8 bits" if eight else "16 bits"
             yield Case(name, "rel_attention", asked, function=partial(rel_attention.attend, plan),
-                       weight=4 + tiles.m / 8, extra=eight)  # fmt: skip
+                       weight=4 + tiles.m / 8)  # fmt: skip
     # Where a request may have few keys its sums are split, where very many they are not.
     for window, bound in ((0, 2000), (0, 1 << 30), (512, 100)):
         for page in (128, 16):
@@ -301,8 +301,8 @@ def expert_cases(chip: str) -> Iterator[Case]:
                 (0, high): (low, high), (4, 8, 11): (experts,), (2, 1, 3): (top_k,),
                 (32, 64, 160): (hidden,), (32, 96, 64): (width,),
             }  # fmt: skip
-            # Without a matrix-vector kernel one token, or a few, are as some.
-            extra = "fp4" not in form and name in ("one", "a few")
+            # Without a matrix-vector kernel a few tokens are as some.
+            extra = "fp4" not in form and name == "a few"
             yield Case(f"routed_experts {form} {name}", "routed_experts", sizes, fixed, weight=5,
                        extra=extra)  # fmt: skip
             if form == "fp8" and chip == "gfx942" and not fixed:

@@ -144,8 +144,8 @@ def _is_modifier(word: str) -> bool:
 
 def program(text: str) -> Program:
     """The only kernel of an assembly file as Triton's `asm["amdgcn"]` holds it."""
-    if text.count(".amdhsa_kernel ") != 1:
-        raise CodeError(f"needs assembly of one kernel; found {text.count('.amdhsa_kernel ')}")
+    if not isinstance(text, str) or text.count(".amdhsa_kernel ") != 1:
+        raise CodeError(f"needs assembly of one kernel; found {str(text).count('.amdhsa_kernel ')}")
     target = re.search(r"\.amdgcn_target \"\S*-(gfx\w+)", text)
     found = Program([], {}, {}, target=target[1] if target else "")
     inside = True

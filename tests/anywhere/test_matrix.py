@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ci import accelerator, matrix, run_suites
 from inkling_portable.__main__ import main
@@ -194,6 +197,29 @@ def test_a_dry_run_is_of_what_needs_no_gpu(capfd: pytest.CaptureFixture[str]) ->
         assert all(place.startswith("recordings/dry-run") for place in places)
     assert run_suites.main(["cuda", "--dry-run"]) == 2
     assert "this lane has no --dry-run; run it without" in capfd.readouterr().err
+
+
+def test_recordings_with_8_bit_inputs_are_compared(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Floats of 8 bits, which torch compares nothing of; NaN in padding; a changed input."""
+    path = str(tmp_path / "one")
+    ops = ["rel_attention", "qkvr_prep", "--provider", "reference", "--out", path]
+    assert main(["record", *ops]) == 0
+    with safe_open(path, "pt") as file:
+        names, about = list(file.keys()), file.metadata()
+        tensors = {name: file.get_tensor(name) for name in names}
+    eight = [name for name in names if tensors[name].dtype == torch.float8_e4m3fn]
+    assert eight and any(t.isnan().any() for t in tensors.values() if t.is_floating_point())
+    assert main(["compare", path, path]) == 0
+    changed = next(name for name in eight if "/in/" in name and tensors[name].numel())
+    tensors[changed] = (
+        tensors[changed].clone().view(torch.uint8).bitwise_xor(1).view(torch.float8_e4m3fn)
+    )
+    save_file(tensors, tmp_path / "two", about)
+    capfd.readouterr()
+    assert main(["compare", path, str(tmp_path / "two")]) == 1
+    assert f"the input {changed.rpartition('/')[2]} differs" in capfd.readouterr().out
 
 
 def test_between_compares_two_recordings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -204,8 +204,9 @@ def test_out_of_range_of_the_resource_is_no_fault() -> None:
 def test_bad_input_is_refused_with_a_sentence() -> None:
     """Wrong code, chip, arguments, grid and memory."""
     code = '.amdgcn_target "amdgcn-amd-amdhsa--{}"\n.amdhsa_kernel k\ns_endpgm\n'
-    with pytest.raises(CodeError, match="needs assembly of one kernel; found 0"):
-        program(".text\ns_endpgm\n")
+    for text in (".text\ns_endpgm\n", b"\x7fELF"):
+        with pytest.raises(CodeError, match="needs assembly of one kernel; found 0"):
+            program(text)  # type: ignore[arg-type]
     with pytest.raises(CodeError, match=r"line 3: 'bra \$L1' is not understood"):
         program(".amdhsa_kernel k\n.text\nbra $L1\n")
     right, memory = program(code.format("gfx942")), Memory([np.zeros(8, np.uint8)])
