@@ -453,7 +453,7 @@ def _allocate(facts: Facts, group: str, found: list[Workspace]) -> str | None:
     torch.cuda.synchronize()
     found.append(Workspace(
         torch.empty(0), torch.zeros(8, dtype=torch.int32, device=device), 0, 0, facts.hidden,
-        send=0 if torch.version.hip else 2, patience=TRIAL_PATIENCE, trap=False, keep=memory,
+        HAND_OVER, 0 if torch.version.hip else 2, TRIAL_PATIENCE, trap=False, keep=memory,
     ))  # fmt: skip
     return None
 
