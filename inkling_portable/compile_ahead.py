@@ -10,7 +10,7 @@ from typing import Any
 @contextmanager
 def compiled_ahead(threads: int) -> Iterator[None]:
     """In the block, launches of this package's kernels compile, Triton's in `threads` threads, and
-    do nothing else; all of them are ready when it ends. Other kernels run as always.
+    do nothing else, those of vLLM's sampler too; all are ready when it ends. Others run as always.
 
     Results of ops inside are undefined: nothing may be done with them but to pass them on to ops.
     """
@@ -26,7 +26,7 @@ def compiled_ahead(threads: int) -> Iterator[None]:
     kernels, device = list[Any](), torch.cuda.current_device()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        if not self.fn.__module__.startswith("inkling_portable."):
+        if not self.fn.__module__.startswith(("inkling_portable.", "vllm.v1.worker.gpu.sample")):
             return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
         kind = (id(self), *map(_kind, args), *((k, _kind(v)) for k, v in kwargs.items()))
         if kind not in seen:  # Triton would look at every one of them at length

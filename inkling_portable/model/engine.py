@@ -151,6 +151,7 @@ __all__ = [
     "receive_on_cpu",
     "set_forward_context",
     "step_metadata",
+    "token_scores",
     "tp_group_name",
 ]
 
@@ -203,6 +204,19 @@ def side_by_side(rows: int, first: Callable[[], Any], second: Callable[[], Any])
         return first(), second()
     both: tuple[Any, Any] = maybe_execute_in_parallel(first, second, *_fork_and_join(), stream)
     return both
+
+
+def token_scores() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """What scores tokens [n, k] by logits [n, ids] for requests with logprobs, if it is a kernel.
+
+    Triton compiles it for every power of two of k; vLLM's own warm-up asks for two of them.
+    """
+    if not on_accelerator() or find_spec("vllm.v1.worker.gpu.sample.logprob") is None:
+        return None
+    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+    score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = compute_token_logprobs
+    return score
 
 
 def step_metadata() -> dict[str, Any] | None:

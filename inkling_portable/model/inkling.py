@@ -30,6 +30,7 @@ from inkling_portable.model.engine import (
     maybe_prefix,
     on_accelerator,
     receive_on_cpu,
+    token_scores,
 )
 from inkling_portable.model.experts import MoE, SinkLinears
 from inkling_portable.model.hf_configs import describe
@@ -38,7 +39,7 @@ from inkling_portable.model.mlp import DenseMLP
 from inkling_portable.model.norm import Norm
 from inkling_portable.model.settings import Settings, settle
 from inkling_portable.model.short_conv import ATTENTION, MLP, BranchEnd, ConvState
-from inkling_portable.model.warm_up_steps import Call
+from inkling_portable.model.warm_up_steps import Call, both_sides
 from inkling_portable.registry import reference_warnings
 
 
@@ -248,7 +249,22 @@ class InklingForCausalLM(lora.TakesAdapters, nn.Module, SupportsPP, SupportsLoRA
                 lambda ids, positions, rows: self.compute_logits(rows[:few]), name="the head"
             )
             calls.append(head)
+        if self.model.last:
+            calls.append(Call(self._score_tokens, name="the head"))
         return calls
+
+    def _score_tokens(self, ids: Tensor, positions: Tensor, rows: Tensor) -> None:
+        """Once: the engine's kernel for as many tokens as a request may ask log-probabilities of.
+
+        Its logits are as the head returns them: without padding columns, between which they lie.
+        """
+        score = token_scores() if rows.shape[0] == 1 else None
+        if score is None:
+            return
+        vocab, most = self.settings.text.vocab_size, self.vllm_config.model_config.max_logprobs
+        logits = rows.new_zeros(1, vocab + -vocab % 64)[:, :vocab]
+        for count in both_sides(1 + min(most if most >= 0 else vocab, 1024)):
+            score(logits, ids.new_zeros(1, count))
 
     def tower_shapes(self) -> dict[str, checkpoint.Shape]:
         """Shapes of tower parameters, named as in this module; a text model has none."""

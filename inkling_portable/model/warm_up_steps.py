@@ -51,12 +51,14 @@ class Call:
 def row_counts(most: int) -> list[int]:
     """Rows of the steps that run: each small count, then powers of two and what lies between.
 
-    Triton also tells multiples of 16 apart, of rows times choices among others: hence the fours.
+    Triton also tells multiples of 16 apart, of rows times choices among others: hence the fours,
+    which vLLM's experts in BF16 need above each number of rows where their tiles grow.
     """
     counts = set(range(1, min(most, EACH_TO) + 1)) | {most}
     power = 64
     while power < most:
-        counts |= {power - 1, power, power + 1, power + 4, power + power // 2}
+        between = power + power // 2
+        counts |= {power - 1, power, power + 1, power + 4, between, between + 1, between + 4}
         power *= 2
     return sorted(count for count in counts if count <= most)
 

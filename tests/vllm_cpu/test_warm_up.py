@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inkling_portable.model import warm_up
+from inkling_portable.model import inkling, warm_up
 from inkling_portable.model.engine import CacheLayer
 from inkling_portable.model.warm_up_steps import Bounds, row_counts
 from tests.vllm_cpu.conftest import Engine, prompt
@@ -75,7 +75,7 @@ def test_every_op_of_a_step_runs_at_every_size(
 def test_row_counts(most: int) -> None:
     """All small ones, the largest, and nothing above it; no gap wider than half of what it is."""
     counts = row_counts(most)
-    assert counts[0] == 1 and counts[-1] == most and len(counts) < 130
+    assert counts[0] == 1 and counts[-1] == most and len(counts) < 140
     assert set(counts) >= set(range(1, min(most, 80) + 1))
     assert all(b - a <= max(1, a / 2 + 1) for a, b in pairwise(counts))
 
@@ -106,3 +106,30 @@ def test_the_last_cache_to_be_bound_starts_it_once(monkeypatch: pytest.MonkeyPat
     assert runs == [model]
     model[0].kv_cache = torch.zeros(3, 1, 32, 8)  # larger pages: other kernels
     assert runs == [model, model]
+
+
+def test_tokens_are_scored_as_often_as_requests_may_ask(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's kernel for logprobs has a form for each power of two of tokens."""
+    asked: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
+
+    def score(logits: torch.Tensor, ids: torch.Tensor) -> None:
+        asked.append((tuple(logits.shape), logits.stride(), tuple(ids.shape)))
+
+    monkeypatch.setattr(inkling, "token_scores", lambda: score)
+
+    def run(model: Any) -> torch.Tensor:
+        rows = torch.zeros(1, model.settings.text.hidden_size, dtype=model.settings.dtype)
+        logits: torch.Tensor = model.compute_logits(rows)
+        monkeypatch.setattr(model.vllm_config.model_config, "max_logprobs", 20)  # vLLM's default
+        warm_up.warm_up(model, model.vllm_config, SMALL)
+        return logits
+
+    logits = engines().on_model(run)
+    counts = [ids[1] for _, _, ids in asked]
+    assert {(shape, stride[0] % 16) for shape, stride, _ in asked} == {
+        (tuple(logits.shape), logits.stride(0) % 16)
+    }
+    # Up to 20 tokens and the chosen one.
+    assert set(counts) == {1, 2, 3, 4, 5, 8, 9, 16, 17, 21} and len(counts) == len(set(counts))
