@@ -103,6 +103,15 @@ def ops_of(kernels: Sequence[str]) -> list[str]:
     return ops
 
 
+def busy(spans: Sequence[tuple[float, float]]) -> float:
+    """How long at least one of the (start, end), in order of their starts, goes on."""
+    total, until = 0.0, float("-inf")
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
 # --- the engine -----------------------------------------------------------------------------------
 
 
@@ -275,7 +284,10 @@ class Served:
             kernels[op, event.name[:90]] += us / 10
             calls[op, event.name[:90]] += 1
         known = ops.total() - ops["unknown"]
+        spans = [(event.time_range.start, event.time_range.end) for event in events]
         return {
+            "busy us": round(busy(spans) / 10, 1),
+            "from first to last us": round((max(e for _, e in spans) - spans[0][0]) / 10, 1),
             "us": {name: round(us, 1) for name, us in ops.most_common()},
             "sum us": round(ops.total(), 1),
             "named share": round(known / max(ops.total(), 1e-9), 4),

@@ -152,3 +152,8 @@ def test_the_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
         ("plugin", 0), ("off", 0), ("off-split", 0), ("plugin", 1), ("plugin", 8), ("off", 1),
         ("off", 8),
     ]  # fmt: skip
+
+
+def test_busy_time_counts_what_overlaps_once() -> None:
+    assert serving.busy([]) == 0
+    assert serving.busy([(0, 4), (1, 2), (3, 6), (8, 9), (9, 10)]) == 8
