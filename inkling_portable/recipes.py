@@ -13,8 +13,7 @@ CHAT = ("--tokenizer-mode inkling --reasoning-parser inkling --tool-call-parser 
         "--enable-auto-tool-choice")  # fmt: skip
 # Experts that are spread over data-parallel ranks are exchanged by the engine's layer.
 ENGINE = ("--additional-config", json.dumps({"inkling_portable": {"routed_experts": "engine"}}))
-TRANSFER = ("--kv-transfer-config",
-            json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"}))  # fmt: skip
+ROLES = ("kv_producer", "kv_consumer")
 SPLITS = (1, 2, 4, 8, 16)
 """Tensor-parallel sizes that both released models can have."""
 SPREAD = "--enable-expert-parallel"
@@ -32,8 +31,9 @@ def render(strategy: str, model: str, gpus: int, nodes: int, head: str) -> list[
     if strategy.startswith("single"):
         return [[*base, "--tensor-parallel-size", str(gpus), *spread]]
     if strategy == "pd_cluster":
-        tp = ["--tensor-parallel-size", str(gpus), *TRANSFER]
-        return [[*base, *tp, "--port", str(8100 + 100 * role)] for role in range(2)]
+        links = [json.dumps({"kv_connector": "NixlConnector", "kv_role": role}) for role in ROLES]
+        return [[*base, "--tensor-parallel-size", str(gpus), "--kv-transfer-config", link,
+                 "--port", str(8100 + 100 * i)] for i, link in enumerate(links)]  # fmt: skip
     whole = strategy in ("multi_node_tp", "multi_node_tep")
     found = []
     for node in range(nodes):

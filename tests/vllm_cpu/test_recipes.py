@@ -63,7 +63,10 @@ def test_vllm_understands(strategy: str) -> None:
         if strategy == "multi_node_dep":
             assert found.additional_config == {"inkling_portable": {"routed_experts": "engine"}}
     ports = [parsed(line).port for line in lines]
-    assert strategy != "pd_cluster" or len(set(ports)) == 2
+    if strategy == "pd_cluster":
+        assert len(set(ports)) == 2
+        roles = [parsed(line).kv_transfer_config.kv_role for line in lines]
+        assert roles == ["kv_producer", "kv_consumer"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -100,7 +103,7 @@ def connector(name: str) -> Any:
 def test_the_recipes_connector_takes_caches_of_several_kinds() -> None:
     """One that does not makes vLLM give up the hybrid cache, in which the convolution's state is.
 
-    NIXL's class loads without its library; the library itself is not part of a CPU build.
+    test_transfer.py has NIXL's move caches.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 

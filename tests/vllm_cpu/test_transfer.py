@@ -1,16 +1,22 @@
 """A prompt that one engine has read goes on in another, whose caches came through a connector.
 
 The convolutions' states are a cache of their own group: where they are left out, the second engine
-answers something else.
+answers something else. The recipe's own connector, NIXL's, moves them between two engines of unlike
+splits.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.recipes import render
 from tests import nursery
 from tests.vllm_cpu.conftest import Oracle, prompt
 from tests.vllm_cpu.memory_connector import MemoryConnector
@@ -79,3 +85,72 @@ def test_a_prompt_goes_on_where_its_caches_were_sent(
     for group, found in enumerate(without):
         furthest = max(apart(a[0], b[0]) for a, b in zip(found, sent, strict=True))
         assert furthest > 1e-2, f"group {group} was not needed"
+
+
+def free_ports() -> list[int]:
+    """Two of this machine; a rank's own is the engine's and its number more."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    return [port, port + 8 if port < 65000 else port - 8]
+
+
+def hand_on(folder: Path, prompts: list[list[int]], ranks: tuple[int, int]) -> Any:
+    """What follows each prompt by an engine that reads it and by one that was sent its caches.
+
+    The second is asked to go on after a prompt of other ids, and knows the last one only.
+    """
+    from vllm import LLM, SamplingParams
+
+    engines = []
+    lines = render("pd_cluster", str(folder), 1, 1, "localhost")
+    for line, size, port in zip(lines, ranks, free_ports(), strict=True):
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+        how = json.loads(line[line.index("--kv-transfer-config") + 1])
+        engines.append(LLM(
+            str(folder), dtype="float32", max_model_len=256, block_size=16, max_logprobs=-1,
+            kv_cache_memory_bytes=32 << 20, gpu_memory_utilization=0.1, seed=0,
+            max_num_batched_tokens=48, tensor_parallel_size=size, kv_transfer_config=how,
+            enable_prefix_caching=False,
+        ))  # fmt: skip
+
+    def ask(engine: Any, asked: list[list[int]], tokens: int, told: list[Any]) -> list[Any]:
+        params = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=tokens,
+                ignore_eos=True,
+                logprobs=-1,
+                extra_args={"kv_transfer_params": one},
+            )
+            for one in told
+        ]
+        given: Any = [{"prompt_token_ids": ids} for ids in asked]
+        return engine.generate(given, params, use_tqdm=False)
+
+    remote = {"do_remote_decode": True, "do_remote_prefill": False}
+    read = ask(engines[0], prompts, 1, [remote] * len(prompts))
+    blind = [[7] * (len(ids) - 1) + ids[-1:] for ids in prompts]
+    sent = ask(engines[1], blind, 3, [output.kv_transfer_params for output in read])
+    for engine in engines:
+        engine.llm_engine.engine_core.shutdown()
+    rows = [[o.outputs[0].logprobs[0] for o in outputs] for outputs in (read, sent)]
+    logs = [[[row[i].logprob for i in range(len(row))] for row in found] for found in rows]
+    return *logs, [list(output.outputs[0].token_ids) for output in sent]
+
+
+def test_nixl_hands_a_prompt_on_to_more_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a shape whose blocks are as long on one rank as on two, without which vLLM refuses."""
+    write_tiny(tmp_path / "model", preset="small-like", dtype="float32", layers=6)
+    prompts = [prompt(length) for length in (96, 101, 103, 110)]
+    for name, value in (("OMP_NUM_THREADS", "1"), ("TRITON_INTERPRET", "0"),
+                        ("VLLM_ENABLE_V1_MULTIPROCESSING", "1"), ("UCX_TLS", "tcp,shm,self"),
+                        ("VLLM_CPU_OMP_THREADS_BIND", "nobind")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    read, sent, tokens = nursery.call(hand_on, tmp_path / "model", prompts, (1, 2))
+    oracle = Oracle(tmp_path / "model")
+    for ids, whole, row, generated in zip(prompts, read, sent, tokens, strict=True):
+        assert apart(row, whole) < 1e-5, f"{len(ids)} tokens"
+        oracle.assert_greedy(ids, generated)
