@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,8 +220,15 @@ def served() -> dict[tuple[str, str, int, str], dict[str, Any]]:
             who = result["variant"], result.get("asked", ""), result["drafts"]
             for row in result["rows"]:
                 about = {"environment": report["environment"], "note": report.get("note", "")}
-                found[*who, row["case"]] = row | about
+                found[*who, row["case"]] = row | about | {"start s": result["start s"]}
     return found
+
+
+def titles(found: Iterable[tuple[str, str, int, str]]) -> dict[tuple[str, str], str]:
+    """A column for each (variant, asked): ours as it is and as asked for, then the others."""
+    asked = sorted({key[1] for key in found if key[1]})
+    return {("plugin", ""): "ours", **{("plugin", a): f"ours, `{a}`" for a in asked},
+            **{(v, ""): title for v, title in VARIANTS.items() if v != "plugin"}}  # fmt: skip
 
 
 def serving_section(losses: dict[str, str]) -> list[str]:
@@ -239,8 +247,9 @@ def serving_section(losses: dict[str, str]) -> list[str]:
              "rank alone exchanges nothing: the estimate for eight adds 132 exchanges of 8 us to "
              "a step. The floor is bytes alone, for prefill those of the weights.",
              *(f"Note: {note}." for note in notes), "",
-             "| case | floor | ours | vLLM as shipped | vLLM with splits | faster than shipped | "
-             "than the better | ours, estimated for eight |", "|---" * 8 + "|"]  # fmt: skip
+             f"| case | floor | {' | '.join(titles(found).values())} | faster than shipped | "
+             "than the better | ours, estimated for eight |",
+             "|---" * (5 + len(titles(found))) + "|"]  # fmt: skip
     for case in dict.fromkeys(key[3] for key in found if key[2] == 0):
         rows = {v: found[v, "", 0, case] for v in VARIANTS if (v, "", 0, case) in found}
         values = {v: float(row.get("ms") or row["tokens/s"]) for v, row in rows.items()}
@@ -254,11 +263,15 @@ def serving_section(losses: dict[str, str]) -> list[str]:
                             f"{values[peer]:,} | {1 / gains[peer]:.2f} |")  # fmt: skip
         ours = rows["plugin"]
         cells = [case, f"{ours.get('floor ms', '')}"]
-        cells += [f"{values[v]:,}" if v in values else "not run" for v in VARIANTS]
+        shown = [found.get((*who, 0, case)) for who in titles(found)]
+        cells += [f"{row.get('ms') or row['tokens/s']:,}" if row else "not run" for row in shown]
         cells += [f"{gains['off']:.2f}" if "off" in gains else "",
                   f"{min(gains.values()):.2f}" if len(gains) == 2 else "",
                   str(ours.get("ms with exchanges, estimated", ""))]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+    starts = {f"{title} {row['start s']}": None for who, title in titles(found).items()
+              for key, row in found.items() if key[:3] == (*who, 0)}  # fmt: skip
+    lines += ["", f"Seconds from the call to ready: {', '.join(starts)}."]
     return [*lines, *drafts_table(found), *profile_tables(found)]
 
 
@@ -267,12 +280,15 @@ def drafts_table(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> list
     keys = sorted(key for key in found if key[2] and "ms" in found[key])
     if not keys:
         return []
+    shown = {who: title for who, title in titles(found).items()
+             if any((*who, *key[2:]) in found for key in keys)}  # fmt: skip
     lines = ["", "Steps with MTP drafts, in milliseconds; a step's tokens depend on the model.", "",
-             "| case | drafts | floor | ours | vLLM as shipped |", "|---" * 5 + "|"]  # fmt: skip
-    for drafts, case in dict.fromkeys((key[2], key[3]) for key in keys):
-        rows = {v: found.get((v, "", drafts, case)) for v in ("plugin", "off")}
-        floor = next(row["floor ms"] for row in rows.values() if row)
-        times = [f"{row['ms']}" if row else "not run" for row in rows.values()]
+             f"| case | drafts | floor | {' | '.join(shown.values())} |",
+             "|---" * (3 + len(shown)) + "|"]  # fmt: skip
+    for drafts, case in sorted({(key[2], key[3]) for key in keys}):
+        rows = [found.get((*who, drafts, case)) for who in shown]
+        floor = next(row["floor ms"] for row in rows if row)
+        times = [f"{row['ms']}" if row else "not run" for row in rows]
         lines.append(f"| {case} | {drafts} | {floor} | {' | '.join(times)} |")
     return lines
 
@@ -281,14 +297,14 @@ def profile_tables(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> li
     """Microseconds of a step by op, beside what the bytes of that op take."""
     lines: list[str] = []
     for case in dict.fromkeys(key[3] for key, row in found.items() if "profile" in row):
-        rows = {v: row["profile"] for v in VARIANTS
-                if (row := found.get((v, "", 0, case))) and "profile" in row}  # fmt: skip
+        rows = {title: row["profile"] for who, title in titles(found).items()
+                if (row := found.get((*who, 0, case))) and "profile" in row}  # fmt: skip
         if not rows:
             continue
-        shares = ", ".join(f"{VARIANTS[v]} {100 * p['named share']:.1f} %" for v, p in rows.items())
+        shares = ", ".join(f"{title} {100 * p['named share']:.1f} %" for title, p in rows.items())
         lines += ["", f"What a step of {case} is spent on, in microseconds of GPU time by op, from "
                   f"the names of kernels (known: {shares}); kernels may overlap.", "",
-                  f"| op | floor | {' | '.join(VARIANTS[v] for v in rows)} |",
+                  f"| op | floor | {' | '.join(rows)} |",
                   "|---" * (2 + len(rows)) + "|"]  # fmt: skip
         ops = dict.fromkeys(op for profile in rows.values() for op in profile["us"])
         bytes_of = next(iter(rows.values()))["floors us"]
@@ -302,6 +318,9 @@ def profile_tables(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> li
             lines.append(f"| {op} | {floor} | {' | '.join(times)} |")
         sums = [number(profile["sum us"]) for profile in rows.values()]
         lines.append(f"| together | | {' | '.join(sums)} |")
+        if all("busy us" in profile for profile in rows.values()):
+            busy = [number(profile["busy us"]) for profile in rows.values()]
+            lines.append(f"| at least one kernel runs | | {' | '.join(busy)} |")
     return lines
 
 

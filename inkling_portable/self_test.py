@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from inkling_portable import __version__
 from inkling_portable.inputs import SeededDraw
-from inkling_portable.registry import Facts, Offer, SelectionError, choose, contract, table
+from inkling_portable.registry import Facts, Offer, Op, SelectionError, choose, contract, table
 from inkling_portable.target import Target
 
 VARIABLE = "INKLING_PORTABLE_SELF_TEST"
@@ -96,6 +96,8 @@ def _look(
         untested = [offer for offer in chosen if offer.code not in verdicts]
         if not untested:
             break
+        if test and target.vendor != "cpu":
+            _make_ready([o for o in untested if key(o, target, facts) not in known], target, facts)
         for offer in untested:
             name = key(offer, target, facts)
             if name in known and (known[name] is None or not test):
@@ -145,10 +147,7 @@ def try_offer(offer: Offer, target: Target, facts: Facts) -> str | None:
 
     op, last = contract(offer.op), "no drawn input has rows"
     with _plain_defaults():
-        for seed in range(SEEDS):
-            arguments = op.inputs(_Served(seed, facts))
-            if any(getattr(value, "numel", lambda: 1)() == 0 for value in arguments.values()):
-                continue
+        for arguments in _drawn(op, facts):
             device = "cpu" if target.vendor == "cpu" else "cuda"
             try:
                 reports = disagreements(op, offer.load(), arguments, device)
@@ -160,6 +159,32 @@ def try_offer(offer: Offer, target: Target, facts: Facts) -> str | None:
                 reports = [f"raised {type(error).__name__}: {str(error).strip()[:200]}"]
             return _sentence(reports[0]) if reports else None
     return _sentence(last)
+
+
+def _drawn(op: Op, facts: Facts) -> Iterator[dict[str, Any]]:
+    for seed in range(SEEDS):
+        arguments = op.inputs(_Served(seed, facts))
+        if all(getattr(value, "numel", lambda: 1)() for value in arguments.values()):
+            yield arguments
+
+
+def _make_ready(offers: Sequence[Offer], target: Target, facts: Facts) -> None:
+    """Compile what their tests launch, side by side. What goes wrong here shows in the test."""
+    if len(offers) < 2 or target.lib("triton") is None:
+        return
+    from inkling_portable.agreement import run as run_op
+    from inkling_portable.compile_ahead import compiled_ahead
+
+    with compiled_ahead(max(1, min(16, (os.cpu_count() or 1) // facts.tp))), _plain_defaults():
+        for offer in offers:
+            for arguments in _drawn(contract(offer.op), facts):
+                try:
+                    run_op(offer.load(), contract(offer.op), arguments, device="cuda")
+                except ValueError:
+                    continue  # a shape that this kernel leaves to others
+                except Exception:
+                    break
+                break
 
 
 def _sentence(report: str) -> str:

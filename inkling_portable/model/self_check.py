@@ -109,7 +109,10 @@ def _less(given: dict[str, Any], end: int) -> dict[str, Any]:
         )
         given["ids"] = place[torch.where((ids < 0) | (ids > mine), mine, ids)].int()
         for name in ("w13", "w2", "w13_scale", "w2_scale", "w13_global", "w2_global"):
-            given[name] = None if given[name] is None else given[name][used]
+            held = given[name] if given[name] is None else given[name][used]
+            # References take codes of 8 bits as bytes; floating numbers become wider ones.
+            eight = held is not None and held.element_size() == 1
+            given[name] = held.view(torch.uint8) if eight else held
     return given
 
 

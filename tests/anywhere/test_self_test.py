@@ -1,6 +1,7 @@
 """The start-up self-test, on Triton's interpreter and on kernels with planted faults."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -278,3 +279,31 @@ def test_a_broken_device_ends_the_start(
     with pytest.raises(SelectionError, match="swiglu=crashes left the device unusable") as caught:
         self_test.run(gpu, FACTS)
     assert "ask for swiglu=reference" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_untested_kernels_are_compiled_side_by_side_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on the first draw that it serves; what goes wrong there is left to the test."""
+    ran, together = list[tuple[str, bool]](), [False]
+
+    @contextmanager
+    def ahead(threads: int) -> Iterator[None]:
+        together[0] = True
+        yield
+        together[0] = False
+
+    def run(function: Any, contract: Any, arguments: dict[str, Any], device: str) -> None:
+        ran.append((contract.name, together[0]))
+        if len(ran) == 1:
+            raise ValueError("a shape for others")
+        if contract.name == "rms_norm":
+            raise RuntimeError("whatever")
+
+    monkeypatch.setattr("inkling_portable.compile_ahead.compiled_ahead", ahead)
+    monkeypatch.setattr("inkling_portable.agreement.run", run)
+    rows = {offer.op: offer for offer in registry.table("triton")}
+    offers = [rows[op] for op in ("swiglu", "rms_norm", "route")]
+    gpu = Target.parse("h200+triton=3.6.0")
+    self_test._make_ready(offers, gpu, FACTS)
+    assert ran == [(op, True) for op in ("swiglu", "swiglu", "rms_norm", "route")]
+    self_test._make_ready(offers[:1], gpu, FACTS)
+    assert len(ran) == 4, "one kernel by itself gains nothing"

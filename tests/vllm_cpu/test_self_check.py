@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from inkling_portable import agreement
+from inkling_portable.inputs import SeededDraw
 from inkling_portable.model import self_check
 from inkling_portable.model.engine import CacheLayer
-from inkling_portable.registry import SelectionError
+from inkling_portable.registry import SelectionError, contract
 from tests.vllm_cpu.conftest import Engine
 
 OPS = {"embed_norm", "rms_norm", "conv_sources", "qkvr_prep", "rel_attention", "conv_residual_norm",
@@ -36,6 +38,19 @@ def test_a_sound_model_gets_one_line(engines: Callable[..., Engine]) -> None:
     assert found and int(found[1]) >= 18 and float(found[3]) < 3, line
     for kind in ("(local, dense)", "(local, sparse)", "(global, sparse)"):
         assert kind in found[2]
+
+
+@pytest.mark.parametrize("form", ["bf16", "nvfp4", "mxfp4", "fp8"])
+def test_experts_of_every_format_are_held_to_their_contract(form: str) -> None:
+    """Models keep codes of 8 bits as floating numbers, contracts draw them as bytes."""
+    op = contract("routed_experts")
+    given = next(drawn for seed in range(200) if (drawn := op.inputs(SeededDraw(seed)))["format"]
+                 == form and len(drawn["x"]) > 4)  # fmt: skip
+    for name in {"nvfp4": ("w13_scale", "w2_scale"), "fp8": ("w13", "w2")}.get(form, ()):
+        given[name] = given[name].view(torch.float8_e4m3fn)
+    less = self_check._less(given, 0)
+    found, share = agreement.held(op, op.reference, less)
+    assert found == [] and share <= 1 and len(less["x"]) == 4
 
 
 @pytest.mark.parametrize("op", sorted(OPS - {"routed_experts"}))
