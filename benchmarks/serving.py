@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,7 +225,7 @@ class Served:
             written.append(sum(len(request.outputs[0].token_ids) for request in found))
         last = {request.outputs[0].token_ids[-1] for request in found}
         per_step = (written[-1] - written[0]) / (STEPS - 1)
-        profile = self.profile() if profiled else None
+        profile = self.profile(10, self.step) if profiled else None
         self.abort()
         return Decoded(times, per_step, len(last), profile)
 
@@ -236,7 +237,7 @@ class Served:
     def prefill(self, length: int, repeats: int) -> list[float]:
         """Seconds until the first token of a prompt."""
         times = []
-        for _ in range(repeats + 1):
+        for _ in range(repeats + 1):  # without the first
             began = time.perf_counter()
             self.add(length, 1)
             self.finish()
@@ -259,8 +260,8 @@ class Served:
         found: list[int] = self.llm.apply_model(serving_rank.chosen_experts)[0]
         return found
 
-    def profile(self) -> dict[str, Any]:
-        """Microseconds of the next ten steps by op, and by kernel; unknown kernels by name."""
+    def profile(self, times: int, run: Callable[[], Any]) -> dict[str, Any]:
+        """Microseconds of a run, of so many, by op and by kernel; unknown kernels by name."""
         import torch
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
@@ -270,8 +271,8 @@ class Served:
         wait()
         kinds = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
         with profile(activities=kinds) as recorded:
-            for _ in range(10):
-                self.step()
+            for _ in range(times):
+                run()
             wait()
         events = [e for e in recorded.events() if (e.device_type == DeviceType.CUDA) == on_gpu]
         events.sort(key=lambda event: event.time_range.start)
@@ -280,18 +281,18 @@ class Served:
         calls: Counter[tuple[str, str]] = Counter()
         for event, op in zip(events, ops_of([event.name for event in events]), strict=True):
             us = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
-            ops[op] += us / 10
-            kernels[op, event.name[:90]] += us / 10
+            ops[op] += us / times
+            kernels[op, event.name[:90]] += us / times
             calls[op, event.name[:90]] += 1
         known = ops.total() - ops["unknown"]
         spans = [(event.time_range.start, event.time_range.end) for event in events]
         return {
-            "busy us": round(busy(spans) / 10, 1),
-            "from first to last us": round((max(e for _, e in spans) - spans[0][0]) / 10, 1),
+            "busy us": round(busy(spans) / times, 1),
+            "from first to last us": round((max(e for _, e in spans) - spans[0][0]) / times, 1),
             "us": {name: round(us, 1) for name, us in ops.most_common()},
             "sum us": round(ops.total(), 1),
             "named share": round(known / max(ops.total(), 1e-9), 4),
-            "kernels": [[op, kernel, round(us, 1), calls[op, kernel] / 10]
+            "kernels": [[op, kernel, round(us, 1), calls[op, kernel] / times]
                         for (op, kernel), us in kernels.most_common(40)],
         }  # fmt: skip
 
@@ -385,10 +386,13 @@ def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
                     rows[-1]["profile"] = done.profile
             elif kind == "prefill":
                 # Every weight once; what the rows compute is not in it.
-                times = served.prefill(*sizes, repeats=options.repeats)
+                times = served.prefill(sizes[0], options.repeats)
                 rows.append(
                     row(f"prefill {text(sizes)}", times, sum(floors(*sizes, 0).values()), tp)
                 )
+                if sizes[0] <= 8192:
+                    rows[-1]["profile"] = served.profile(1, partial(served.prefill, sizes[0], 0))
+                    rows[-1]["profile"]["floors us"] = {}
             else:
                 rates = [served.throughput(*sizes) for _ in range(options.repeats)]
                 rows.append({"case": f"throughput {text(sizes)}", "samples": options.repeats,
