@@ -38,14 +38,16 @@ def run(
     arguments: dict[str, Any],
     dtype: torch.dtype | None = None,
     device: str | None = None,
+    keep: bool = False,
 ) -> list[Tensor]:
-    """Outputs on fresh copies of the arguments: returned tensors, then mutated ones, on the CPU."""
+    """Outputs on fresh copies of the arguments: returned tensors, then mutated ones, on the CPU or,
+    with `keep`, where they are."""
     copies = {name: convert(value, dtype, device) for name, value in arguments.items()}
     returned = function(**copies)
     outputs = list(returned) if isinstance(returned, tuple) else [returned]
     outputs = [x for x in outputs if x is not None]
     outputs += [copies[name] for name in contract.mutates]
-    return [x.cpu() for x in outputs]
+    return outputs if keep else [x.cpu() for x in outputs]
 
 
 def output_names(contract: Op, count: int) -> list[str]:
@@ -67,9 +69,10 @@ def held(
     """`disagreements`, and the largest error as a part of what it may be."""
     import torch
 
-    truth = run(contract.reference, contract, arguments, torch.float64)
-    baseline = run(contract.reference, contract, arguments)
-    got = run(function, contract, arguments, device=device)
+    keep = device is None
+    truth = run(contract.reference, contract, arguments, torch.float64, keep=keep)
+    baseline = run(contract.reference, contract, arguments, keep=keep)
+    got = run(function, contract, arguments, device=device, keep=keep)
     if len(got) != len(truth):
         return [f"{contract.name}: {len(got)} outputs where the contract has {len(truth)}"], 0.0
     tolerances = contract.tolerances_of(len(got))
