@@ -170,7 +170,10 @@ class InklingModel(nn.Module):
             self.ops.rms_norm(first, self._stage[0][0].attn_norm.weight, self.eps, None)
 
         calls = [Call(enter), *(branches(*kind) for kind in kinds.values())]
-        for layer in {type(layer.mlp): layer for layer, _ in self._stage}.values():
+        # The first sparse layer of a quantised checkpoint has experts in BF16, of other kernels.
+        mlps = {(type(layer.mlp), getattr(layer.mlp, "format", "")): layer
+                for layer, _ in self._stage}  # fmt: skip
+        for layer in mlps.values():
             calls += [dataclasses.replace(c, name=layer.name) for c in layer.mlp.warm_up_calls()]
         return calls
 

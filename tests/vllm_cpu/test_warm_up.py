@@ -9,6 +9,7 @@ import torch
 
 from inkling_portable.model import inkling, warm_up
 from inkling_portable.model.engine import CacheLayer
+from inkling_portable.model.experts import MoE
 from inkling_portable.model.warm_up_steps import Bounds, row_counts
 from tests.vllm_cpu.conftest import Engine, prompt
 
@@ -71,6 +72,21 @@ def test_every_op_of_a_step_runs_at_every_size(
     assert all(longest == 64 for _, batch, fresh, longest in batches if fresh == 3), "bound of MTP"
 
 
+def test_experts_of_each_format_run(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other formats have other kernels, in the engine and here."""
+
+    def run(model: Any) -> None:
+        sparse = [module for module in model.modules() if isinstance(module, MoE)]
+        before = len(model.warm_up_calls())
+        monkeypatch.setattr(sparse[0], "format", "nvfp4")
+        own = len(sparse[0].warm_up_calls())
+        assert own and len(model.warm_up_calls()) == before + own
+
+    engines().on_model(run)
+
+
 @pytest.mark.parametrize("most", [1, 5, 80, 81, 8192, 10_000])
 def test_row_counts(most: int) -> None:
     """All small ones, the largest, and nothing above it; no gap wider than half of what it is."""
@@ -123,7 +139,10 @@ def test_tokens_are_scored_as_often_as_requests_may_ask(
         rows = torch.zeros(1, model.settings.text.hidden_size, dtype=model.settings.dtype)
         logits: torch.Tensor = model.compute_logits(rows)
         monkeypatch.setattr(model.vllm_config.model_config, "max_logprobs", 20)  # vLLM's default
-        warm_up.warm_up(model, model.vllm_config, SMALL)
+        head = next(call for call in model.warm_up_calls() if call.name == "the head")
+        for count in (1, 2, 3):
+            ids = torch.zeros(count, dtype=torch.int64)
+            head.run(ids, ids, rows.expand(count, -1))
         return logits
 
     logits = engines().on_model(run)
