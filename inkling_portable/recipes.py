@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("strategy", choices=STRATEGIES)
     parser.add_argument("--model", default="thinkingmachines/Inkling-NVFP4")
     parser.add_argument("--gpus", type=positive, default=8, help="GPUs of one node")
-    parser.add_argument("--nodes", type=positive, default=2)
+    parser.add_argument("--nodes", type=positive, default=2, help="of multi_node ones")
     parser.add_argument("--head", default="node0", help="address of the first node")
     found = render(**vars(parser.parse_args(argv)))
     ranks = int(found[0][found[0].index("--tensor-parallel-size") + 1])

@@ -262,5 +262,5 @@ def main(argv: list[str]) -> int:
             setattr(options, name, sizes(getattr(options, name), least=int(name != "drafts")))
         return run(options)
     except (BenchError, ServerError, ConfigError, OSError) as error:
-        print(f"bench: {error}", file=sys.stderr)
+        print(f"inkling-portable bench: {error}", file=sys.stderr)
         return 2

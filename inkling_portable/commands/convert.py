@@ -50,7 +50,11 @@ def main(argv: Sequence[str]) -> int:
             )
         )  # fmt: skip
     except (ValueError, OSError) as error:
-        print(f"inkling-portable convert: {error}", file=sys.stderr)
+        said = str(error)
+        if isinstance(error, OSError):
+            said = (f"{error.filename or 'a file'} cannot be used ({error.strerror or error}); "
+                    "name an SRC that can be read and a DST that can be written")  # fmt: skip
+        print(f"inkling-portable convert: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("inkling-portable convert: interrupted; repeat the command to go on", file=sys.stderr)

@@ -16,7 +16,7 @@ from inkling_portable.backends.evidence import MEASURED
 from inkling_portable.commands._options import OptionParser, positive
 from inkling_portable.commands.fit import RELEASED
 from inkling_portable.commands.released_configs import released
-from inkling_portable.model.config import parse
+from inkling_portable.model.config import ConfigError, parse
 from inkling_portable.registry import (
     KV_DTYPES,
     MODELS,
@@ -88,19 +88,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def facts_of(options: argparse.Namespace) -> Facts:
-    """The facts that the options describe; SelectionError if the split is impossible."""
+    """The facts that the options describe; ConfigError for a split that no server would take."""
     base = MODELS[options.model]
-    for count, what in (
-        (base.heads, "query heads"),
-        (base.local_heads, "query heads of local layers"),
-        (base.kv_heads, "KV heads"),
-        (base.local_kv_heads, "KV heads of local layers"),
-    ):
-        if options.tp < 1 or count % options.tp:
-            raise SelectionError(
-                f"--tp {options.tp} does not divide the {count} {what} of the "
-                f"{options.model} model; use a divisor"
-            )
+    parse(released(RELEASED[options.model])).text.check_tensor_parallel(options.tp)
     if options.kv_cache_dtype not in KV_DTYPES:
         raise SelectionError(f"--kv-cache-dtype needs to be {', '.join(KV_DTYPES[:-1])} or "
                              f"{KV_DTYPES[-1]}; found {options.kv_cache_dtype}")  # fmt: skip
@@ -180,7 +170,7 @@ def main(argv: list[str]) -> int:
         elif options.self_test:
             raise SelectionError("--self-test runs kernels on this machine; leave --target out")
         decisions = choose(target, facts, requests)
-    except (TargetError, SelectionError) as error:
+    except (TargetError, SelectionError, ConfigError) as error:
         print(f"inkling-portable explain: {error}", file=sys.stderr)
         return 2
     warnings = reference_warnings(target, decisions)

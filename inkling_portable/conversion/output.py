@@ -94,10 +94,10 @@ class Output:
         os.ftruncate(self._journal, 0)
         self._open_files()
         for file, (header, size) in self.plan.files.items():
-            with _disk(file, "its header"):
+            with _disk(file, "the header"):
                 os.ftruncate(self._open[file], size)
             self._dirty.add(file)
-            self._put(file, "its header", memoryview(header), 0)
+            self._put(file, "the header", memoryview(header), 0)
         # The line that says what the rest is for comes after all it relies on.
         self._commit([json.dumps({"plan": self.plan.digest})])
 

@@ -189,7 +189,12 @@ def _quantisation(vllm_config: VllmConfig) -> Quantisation:
     folder = checkpoint_folder(vllm_config)
     other = folder / "hf_quant_config.json" if folder else None
     if other is not None and other.is_file():
-        agree(block, json.loads(other.read_text()))
+        try:
+            agree(block, json.loads(other.read_text()))
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"file {other.name} is damaged ({error}); download it again"
+            ) from error
     return read_block(block)
 
 

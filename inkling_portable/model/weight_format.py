@@ -89,9 +89,19 @@ def read_block(raw: Mapping[str, Any] | None) -> Quantisation:
     """What a `quantization_config` says. Raises ConfigError for one that is not known."""
     if raw is None:
         return Quantisation()
+    if not isinstance(raw, Mapping):
+        raise ConfigError(
+            f"quantization_config is {raw!r}; it needs to be an object, as the release has it"
+        )
     method = str(raw.get("quant_method") or _unnamed(raw)).lower().replace("_", "-")
     read = BLOCKS.get(method)
-    found = None if read is None else read(raw)
+    try:
+        found = None if read is None else read(raw)
+    except (AttributeError, TypeError, re.error) as error:  # a part of another kind, anywhere in it
+        raise ConfigError(
+            f"quantization_config of method {method} is malformed ({error}); restore the config "
+            "of the release"
+        ) from error
     if found is None:
         what = "quantization_config" if read is None else "the experts' scheme"
         raise ConfigError(
@@ -191,6 +201,9 @@ def _check_block(format: str, found: Any, wanted: int) -> None:
 def _names(value: Any, key: str) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
         raise ConfigError(f"{key} in quantization_config is {value!r}; use a list of names")
+    for name in value:
+        if name.startswith("re:"):
+            re.compile(name[3:])  # what is no pattern is found here, not when a layer is built
     return tuple(value)
 
 

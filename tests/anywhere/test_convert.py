@@ -357,6 +357,8 @@ def test_folders_that_will_not_do(folders, tmp_path: Path, capsys) -> None:
     assert "no folder" in run(capsys, "org/repository", tmp_path / "out", *to)
     assert "config.json is missing" in run(capsys, tmp_path / "empty", tmp_path / "out", *to)
     assert "is a file" in run(capsys, source, tmp_path / "file", *to)
+    below = run(capsys, source, tmp_path / "file/below", *to)
+    assert "file/below/.converting cannot be used (Not a directory); name" in below
     assert "--force" in run(capsys, source, tmp_path / "full", *to)
     assert "apart" in run(capsys, source, source, *to)
     assert "apart" in run(capsys, source, source / "below", *to)

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from inkling_portable.__main__ import main
+from inkling_portable.recipes import SPLITS
 from inkling_portable.registry import op_names
 
 
@@ -59,9 +60,9 @@ def test_strict_fails_on_a_slow_accelerator(capsys: pytest.CaptureFixture[str]) 
     ("options", "message"),
     [
         (["--target", "h300"], "is not understood"),
-        (["--target", "cpu", "--tp", "5"], "does not divide the 64 query heads"),
-        (["--target", "cpu", "--tp", "0"], "does not divide"),
-        (["--target", "cpu", "--tp", "16"], "does not divide the 8 KV heads"),
+        (["--target", "cpu", "--tp", "5"], "needs num_attention_heads to be a multiple of it"),
+        (["--target", "cpu", "--tp", "0"], "needs at least 1 rank; found 0"),
+        (["--target", "cpu", "--tp", "64", "--model", "small"], "found 32; use one of 1, 2, 4, 8"),
         (["--target", "cpu", "--ask", "route"], "--ask='route' is not understood"),
         (["--target", "cpu", "--ask", "route=triton,route=reference"], "asks for route twice"),
         (["--target", "cpu", "--ask", "route=fast"], "route is offered by"),
@@ -77,6 +78,16 @@ def test_requests_that_cannot_be_met(
     assert main(["explain", *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", ["large", "small"])
+def test_every_split_that_serves_is_described(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with more ranks than KV heads, of which each is then on several."""
+    for tp in SPLITS:
+        assert main(["explain", "--target", "h200", "--model", model, "--tp", str(tp)]) == 0
+    assert "rel_attention" in capsys.readouterr().out
 
 
 def test_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from inkling_portable.commands import tiny_quant
 from inkling_portable.commands.tiny import write_tiny
 from inkling_portable.conversion.plan import make_plan
 from inkling_portable.conversion.source import read_source
+from inkling_portable.model import settings
 from inkling_portable.model.config import ConfigError
 from inkling_portable.model.quant_layouts import LAYOUTS, layout
 from inkling_portable.model.weight_format import Quantisation, agree, read_block, rounded_at_start
@@ -122,11 +124,47 @@ def test_blocks_of_tiny_checkpoints_are_taken_by_vllm(key: str) -> None:
         (compressed(Linear=NVFP4, **{"re:.*attn.*": {**BLOCK, "block_structure": [64, 64]}}),
          r"block_structure .* is \[64, 64\]; .* need \[128, 128\]"),
         ({**quark(MX), "exclude": "lm_head"}, "exclude in quantization_config is 'lm_head'; use"),
+        ({**quark(MX), "exclude": ["re:("]}, "of method quark is malformed .*; restore the config"),
+        ({**quark(MX), "layer_quant_config": [1]}, "of method quark is malformed"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": None}},
+         "of method compressed-tensors is malformed"),
+        ([4], r"quantization_config is \[4\]; it needs to be an object"),
     ],
 )  # fmt: skip
 def test_others_are_refused(block: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_block(block)
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(dictionary or list, key) of everything in a block."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from places(value[key])
+
+
+@pytest.mark.parametrize("key", LAYOUTS)
+def test_whatever_stands_in_a_block_is_read_or_refused_in_a_sentence(key: str) -> None:
+    made, _ = tiny_quant.blocks(LAYOUTS[key], ["a"], ["b"])
+    for holder, where in list(places(made)):
+        was = holder[where]
+        for strange in (None, -1, 0.5, True, "x", "re:(", [], {}, [1], ["re:["], [None],
+                        [{"a": 1}], {"a": 1}, {"weights": "x"}):  # fmt: skip
+            holder[where] = strange
+            try:
+                read_block(made).experts_format(2, 8, ())
+            except ConfigError as error:
+                assert "\n" not in str(error)
+        holder[where] = was
+
+
+def test_a_damaged_file_of_modelopt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": ')
+    monkeypatch.setattr(settings, "checkpoint_folder", lambda _: tmp_path)
+    model = SimpleNamespace(hf_config=SimpleNamespace(quantization_config=modelopt("NVFP4")))
+    with pytest.raises(ConfigError, match=r"^file hf_quant_config\.json is damaged .*; down"):
+        settings._quantisation(SimpleNamespace(model_config=model))
 
 
 def test_two_blocks_must_agree() -> None:
