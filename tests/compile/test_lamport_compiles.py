@@ -32,16 +32,15 @@ def launches_of(chip: str, rows: int, ranks: int) -> list[Launch]:
                                             ("mi300x", "gfx942")])  # fmt: skip
 def test_one_launch(chip: str, arch: str) -> None:
     (report,) = compile_all(launches_of(chip, 1, 2), [arch], 1)
-    assert report.spills <= 8  # ptxas trades a few words for more blocks on a unit
+    assert report.spills <= 4  # ptxas trades a few words for more blocks on a unit
     if arch.startswith("sm"):
         # Words go whole and past the caches in both directions, and a lost rank ends the kernel.
         assert report.count(r"st\.relaxed\.sys\.global\.v4\.b32") and report.count(r"ld\.volatile")
         assert not report.count(r"st\.volatile") and report.count("trap;")
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_two_programs_of_a_long_step_fit_a_unit(ranks: int) -> None:
-    (launch,) = launches_of("h200", 512, ranks)
+def test_a_long_step_of_eight_ranks() -> None:
+    (launch,) = launches_of("h200", 512, 8)
     (report,) = compile_all([launch], ["sm90"], 1)
-    assert report.spills <= 4 and launch.grid == (264, 1)
-    assert report.occupancy >= 2 * report.warps and report.shared < 16 << 10
+    assert report.spills <= 4 and launch.grid == (132, 1)
+    assert report.registers * 32 * report.warps <= 65536

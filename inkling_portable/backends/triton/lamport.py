@@ -28,10 +28,10 @@ words arrive in the generations of n and n + 1 only, and R may empty that of n -
 as it used. P stores there in n + 2, after reading words of R's n + 1, before which R's call n ended
 with its emptying. Two generations would not do: n - 1 and n + 1 would be one.
 
-**Liveness.** All programs run at once, whatever the rows, since the chip has room for them, see
-`PER_UNIT`; a program publishes its parts of all its rows before it waits for any. Sums wait for
-such parts only, and gathers, which a program begins when it has published all its sums, for such
-sums. Ranks make the same calls on one stream each.
+**Liveness.** There are no more programs than compute units, so all run at once, whatever the rows;
+a program publishes its parts of all its rows before it waits for any. Sums wait for such parts
+only, and gathers, which a program begins when it has published all its sums, for such sums. Ranks
+make the same calls on one stream each.
 
 **A rank that is gone.** After `PATIENCE` polls (minutes) a program notes it in `control` and traps:
 the server ends with a CUDA error and not with wrong numbers.
@@ -71,9 +71,6 @@ GENERATIONS = 3
 SENDS = ("plain", "relaxed at system scope", "the same, four words at once")
 """How words are stored; the last needs pieces of whole fours."""
 MOST_PIECES = 8  # programs that share a row of a short step
-WARPS, PER_UNIT = 4, 2
-"""Programs that an NVIDIA compute unit surely holds: with four warps each, all 65,536 registers are
-enough for two of the most that a thread can have, and neither needs a tenth of the memory."""
 ARRIVED, GAVE_UP, USED = 1, 2, 4
 """Words of `control` behind the generation of the next call: programs of this call that have ended,
 whether a reader lost patience, and the rows that each generation holds."""
@@ -350,7 +347,7 @@ class Workspace:
     def run(
         self, partial: Tensor, extra: Tensor | None, residual: Tensor, conv_weight: Tensor,
         norm_weight: Tensor | None, eps: float, state: Tensor, slots: Tensor, sources: Tensor,
-        programs: int, pieces: int, warps: int = WARPS,
+        programs: int, pieces: int, warps: int = 8,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The op by `programs` times `pieces` programs that share rows and a row; see `plan`."""
         check_rows("conv_residual_norm", partial=partial, extra=extra, residual=residual,
@@ -392,11 +389,11 @@ def words_of(limit: int, hidden: int, bfloat16: bool, generations: int = GENERAT
 
 def plan(rows: int, share: int) -> tuple[int, int, int]:
     """(programs, pieces of a row, warps) of a step; all programs run at once."""
-    room = compute_units() * (1 if is_rocm() else PER_UNIT)
+    units = compute_units()
     pieces = MOST_PIECES
-    while pieces > 1 and (pieces * rows > room or share % (2 * pieces)):
+    while pieces > 1 and (pieces * rows > units or share % (2 * pieces)):
         pieces //= 2
-    return room // pieces, pieces, WARPS
+    return units // pieces, pieces, 8
 
 
 _prepared: dict[str, Workspace] = {}
