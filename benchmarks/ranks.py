@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -87,7 +88,7 @@ def engines_exchange(rank: int, ranks: int, hidden: int, most: int) -> Any:
 
 def measure(
     rank: int, ranks: int, store: str, tokens: list[int], hidden: int, asked: list[str],
-    hand_over: int, out: str,
+    hand_over: int, out: str, command: str,
 ) -> None:  # fmt: skip
     torch.cuda.set_device(rank)
     lamport.HAND_OVER = hand_over
@@ -121,7 +122,7 @@ def measure(
         if rank == 0:
             print(json.dumps(row), flush=True)
     if rank == 0 and out:
-        result = {**environment(), "ranks": ranks, "hidden": hidden, "us": rows}
+        result = {**environment(), "command": command, "ranks": ranks, "hidden": hidden, "us": rows}
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         Path(out).write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()
@@ -137,10 +138,12 @@ def main() -> None:
     parser.add_argument("--out", default="")
     asked = parser.parse_args()
     tokens = [int(n) for n in asked.tokens.split(",")]
+    command = " ".join(["python", "-m", "benchmarks.ranks", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(
             measure, (asked.ranks, f"{folder}/store", tokens, asked.hidden,
-                      asked.exchanges.split(","), asked.hand_over, asked.out), nprocs=asked.ranks,
+                      asked.exchanges.split(","), asked.hand_over, asked.out, command),
+            nprocs=asked.ranks,
         )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ A row of ours may stand before the engine's own only where a committed measureme
 every timed shape obeyed its contract, and over the shapes that the engine has a kernel for, the
 geometric mean of our time over the engine's is at most one. A row that serves some calls only, and
 leaves the rest to Triton, is held to the better of Triton and the engine on the shapes it serves.
-The exchange between ranks has to be the fastest of all in every step that was timed on two ranks.
+The exchange between ranks has to be faster than the portable one beside it in every step that was
+timed on two ranks, and than the engine's, beside it or in another run.
 Small ops are launched dependently on chips where that was timed and lost on no shape (by more than
 timing wavers).
 """
@@ -57,16 +58,26 @@ def special(report: dict[str, Any]) -> Iterator[tuple[str, str, bool, float]]:
                 yield "rel_attention", name, right, times[name] / min(rivals)
 
 
-def exchange() -> Iterator[tuple[str, float]]:
-    """(chip, time over the best of the others) of the exchange between two ranks, by step."""
-    for path in sorted((RESULTS / "ranks").glob("*.json")):
-        report = json.loads(path.read_text())
-        if "form" in report:  # of another kernel than today's
+def exchange() -> Iterator[tuple[str, float, bool]]:
+    """(chip, time over the best of the others, the engine's among them), by step of two ranks."""
+    reports = [json.loads(path.read_text()) for path in sorted((RESULTS / "ranks").glob("*.json"))]
+    engines: dict[tuple[str, int], float] = {}
+    rows = []
+    for report in reports:
+        if report["ranks"] != 2:
             continue
+        chip = report["target"].split("+")[0]
         for row in report["us"]:
-            rivals = [row[name] for name in ("nccl", "vllm") if name in row]
-            if report["ranks"] == 2 and "lamport" in row and len(rivals) == 2:
-                yield report["target"].split("+")[0], row["lamport"] / min(rivals)
+            key = chip, row["tokens"]
+            if "vllm" in row:
+                engines[key] = min(row["vllm"], engines.get(key, math.inf))
+            # Another form's times are not those of today's kernel.
+            if "form" not in report and "lamport" in row and "nccl" in row:
+                rows.append((key, row))
+    for key, row in rows:
+        engine = row.get("vllm", engines.get(key))
+        best = row["nccl"] if engine is None else min(row["nccl"], engine)
+        yield key[0], row["lamport"] / best, engine is not None
 
 
 def engine_has(op: str) -> bool:
@@ -97,10 +108,13 @@ def evidence() -> dict[tuple[str, str], tuple[str, ...]]:
     for (op, provider, chip), measured in sorted(partial.items()):
         if all(right for right, _ in measured) and sum(ratio for _, ratio in measured) <= 0:
             found.setdefault((op, provider), []).append(chip)
-    faster: dict[str, list[float]] = {}
-    for chip, ratio in exchange():
-        faster.setdefault(chip, []).append(ratio)
-    chips = [chip for chip, times in sorted(faster.items()) if max(times) <= 1]
+    steps: dict[str, list[tuple[float, bool]]] = {}
+    for chip, ratio, compared in exchange():
+        steps.setdefault(chip, []).append((ratio, compared))
+    chips = [
+        chip for chip, of in sorted(steps.items())
+        if max(ratio for ratio, _ in of) <= 1 and any(compared for _, compared in of)
+    ]  # fmt: skip
     more = {("conv_residual_norm", "lamport"): tuple(chips)} if chips else {}
     return {**{key: tuple(chips) for key, chips in found.items()}, **more}
 

@@ -17,7 +17,8 @@ sys.path.insert(0, str(ROOT))
 from inkling_portable.recipes import STRATEGIES, render  # noqa: E402
 
 DOCS = ROOT / "docs" / "many-gpus.md"
-MEASURED = ROOT / "benchmarks" / "results" / "ranks" / "h200-x2-earlier-form.json"
+RESULTS = ROOT / "benchmarks" / "results" / "ranks"
+MEASURED, ENGINES = RESULTS / "h200-x2.json", RESULTS / "h200-x2-earlier-form.json"
 HIDDEN, LAYERS, STORED = 6144, 66, 2  # bfloat16
 PEER_US, LINK_GBS = 0.1, 400.0  # each rank more; of 450 GB/s each way, what stores reach
 HOP_US, NCCL_GBS = 1.7, 250.0  # of each collective, for each rank more
@@ -49,8 +50,10 @@ def portable_us(rows: int, ranks: int) -> float:
 
 def measured_table() -> str:
     """Rows of Markdown: tokens, and microseconds of each exchange between two GPUs."""
-    lines = ["| tokens | lamport, earlier form | triton (NCCL) | vllm |", "|---" * 4 + "|"]
+    lines = ["| tokens | lamport | triton (NCCL) | vllm, in another run |", "|---" * 4 + "|"]
+    engines = {r["tokens"]: r["vllm"] for r in json.loads(ENGINES.read_text())["us"]}
     for row in json.loads(MEASURED.read_text())["us"]:
+        row |= {"vllm": engines[row["tokens"]]} if row["tokens"] in engines else {}
         cells = (f"{row[name]:.3g}" if name in row else "-" for name in ("lamport", "nccl", "vllm"))
         lines.append(f"| {row['tokens']} | {' | '.join(cells)} |")
     return "\n".join(lines)

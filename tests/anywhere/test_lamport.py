@@ -345,7 +345,7 @@ def test_vllm_still_takes_what_it_is_given() -> None:
 
 
 def test_who_offers_the_exchange() -> None:
-    """Nobody by default; on AMD only where the memory is stated to be proved."""
+    """By default two H200, who were timed; on AMD only where the memory is stated to be proved."""
 
     def verdicts(machine: str, tp: int = 8, ask: tuple[tuple[str, str], ...] = ()) -> Any:
         target = Target.parse(f"{machine}+triton=3.6.0+vllm=0.33.0")
@@ -355,14 +355,15 @@ def test_who_offers_the_exchange() -> None:
     for machine in ("h200", "b200"):
         rows, why = verdicts(machine)
         assert [row for row in rows if row[1] == "chosen"] == [("triton", "chosen")]
-        # Evidence orders the rows, so on an H200 the measured one is found first.
         never = (f"nobody has timed this exchange of 8 ranks on {Target.parse(machine).key}; ask "
                  "with conv_residual_norm=lamport")  # fmt: skip
-        earlier = "would do; an earlier row was chosen"
-        assert why["lamport"] == (earlier if machine == "h200" else never)
+        assert why["lamport"] == never
         for provider in ("lamport", "vllm"):
             asked, _ = verdicts(machine, 8, ((OP.name, provider),))
             assert [row for row in asked if row[1] == "chosen"] == [(provider, "chosen")]
+    for machine, default in (("h200", "lamport"), ("b200", "triton")):
+        rows, _ = verdicts(machine, 2)
+        assert [row for row in rows if row[1] == "chosen"] == [(default, "chosen")], machine
     assert "needs tp 2 or 4 or 8; asked is 16" in verdicts("h200", 16)[1]["lamport"]
     assert "needs proof of whole stores" in verdicts("mi300x")[1]["lamport"]
     assert ("lamport", "only if asked") in verdicts("mi300x+fine-grained")[0]

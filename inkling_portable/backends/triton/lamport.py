@@ -62,8 +62,10 @@ from inkling_portable.backends.triton.short_conv import load_weight, packed_taps
 from inkling_portable.registry import Facts, Gather
 from inkling_portable.target import Target
 
-HAND_OVER = 512
-"""Rows beyond which all ranks take the portable exchange. Not measured: where that one wins."""
+HAND_OVER = 1024
+"""Rows beyond which all ranks take the portable exchange; 75 MB a rank at Inkling's width. Between
+two H200 that one took 149 us for so many rows and this one 70, and 230 and 144 for 2,048, in which
+no row was another's tap; longer steps are prompts, whose rows are."""
 PATIENCE, TRIAL_PATIENCE = 1 << 28, 1 << 26
 """Polls before a rank is given up, while serving and when the exchange is tried at start: each is a
 load of at least half a microsecond, so minutes."""
