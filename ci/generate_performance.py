@@ -281,7 +281,7 @@ def drafts_table(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> list
     if not keys:
         return []
     shown = {who: title for who, title in titles(found).items()
-             if any((*who, *key[2:]) in found for key in keys)}  # fmt: skip
+             if who[0] == "off" or any((*who, *key[2:]) in found for key in keys)}  # fmt: skip
     lines = ["", "Steps with MTP drafts, in milliseconds; a step's tokens depend on the model.", "",
              f"| case | drafts | floor | {' | '.join(shown.values())} |",
              "|---" * (3 + len(shown)) + "|"]  # fmt: skip

@@ -104,7 +104,7 @@ def test_serving_is_shown_beside_both_variants(
     monkeypatch.setattr(module, "RESULTS", tmp_path)
     (tmp_path / "serving").mkdir()
 
-    def measured(variant: str, date: str, drafts: int = 0, **ms: float) -> None:
+    def measured(variant: str, date: str, drafts: int = 0, asked: str = "", **ms: float) -> None:
         profile = {"us": {"rel_attention": 50.0, "unknown": 1.0}, "sum us": 51.0,
                    "named share": 0.98, "floors us": {"keys and values": 7.0}}  # fmt: skip
         rows = [{"case": case.replace("_", " "), "ms": value, "floor ms": 1.5}
@@ -112,8 +112,9 @@ def test_serving_is_shown_beside_both_variants(
                 for case, value in ms.items()]  # fmt: skip
         rows.append({"case": "throughput", "tokens/s": 100.0 / ms["decode_1"]})
         report = {"environment": {"gpu": "H", "date": date, "target": "t"},
-                  "results": [{"variant": variant, "drafts": drafts, "rows": rows}]}  # fmt: skip
-        (tmp_path / "serving" / f"rank-{variant}-{drafts}-{date}.json").write_text(
+                  "results": [{"variant": variant, "drafts": drafts, "asked": asked,
+                               "start s": 50.0, "rows": rows}]}  # fmt: skip
+        (tmp_path / "serving" / f"rank-{variant}-{drafts}-{asked}-{date}.json").write_text(
             json.dumps(report)
         )
 
@@ -128,6 +129,11 @@ def test_serving_is_shown_beside_both_variants(
     assert "| serving | decode 2 | 4.0 | vLLM with splits 3.0 | 1.33 |" in page
     assert "| decode 1 | 2 | 1.5 | 6.0 | not run |" in page
     assert "| rel_attention | 7.00 | 50.0 | 50.0 | 50.0 |" in page
+    assert "ready: ours 50.0, vLLM as shipped 50.0, vLLM with splits 50.0." in page
+    measured("plugin", "2026-01-01", asked="route=x", decode_1=2.0)
+    page = module.render()[module.PAGE]
+    assert "| case | floor | ours | ours, `route=x` | vLLM as shipped |" in page
+    assert "| decode 1 | 1.5 | 4.0 | 2.0 | 12.0 | 8.0 | 3.00 | 2.00 |" in page
 
 
 def test_a_plot_is_well_formed_and_in_bounds() -> None:
