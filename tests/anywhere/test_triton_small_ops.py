@@ -17,6 +17,7 @@ from inkling_portable.agreement import convert, disagreements, run
 from inkling_portable.backends.reference.batch import draw_pages, make_batch
 from inkling_portable.backends.reference.short_conv import sources_of
 from inkling_portable.backends.triton import OFFERS
+from inkling_portable.backends.triton._common import dependent_launch, launching_for
 from inkling_portable.inputs import SeededDraw, fill
 from inkling_portable.registry import Facts, check_schema, choose, contract
 from inkling_portable.target import Target
@@ -130,6 +131,14 @@ def test_one_row_products(op: str) -> None:
             arguments = {"x": fill((1, k), dtype, "normal", seed),
                          "weight": fill((n, k), dtype, "small", seed + 9)}  # fmt: skip
             assert not disagreements(contract(op), provider(op), arguments), (n, k)
+
+
+def test_long_sums_of_hopper_are_put_together_outside() -> None:
+    """Sums of many rows are kept for four steps; here the fifth to seventh step is left over."""
+    arguments = {"x": fill((70, 440), torch.bfloat16, "normal", 1),
+                 "weight": fill((20, 440), torch.bfloat16, "normal", 2)}  # fmt: skip
+    with launching_for(Target.parse("h200")), dependent_launch(False):
+        assert not disagreements(contract("gate_logits"), provider("gate_logits"), arguments)
 
 
 # --- short convolution ---------------------------------------------------------------------------

@@ -218,6 +218,8 @@ def tiling(rows: int, heads: int, extent: int) -> tuple[int, int, int, int, int]
     if order_is_fixed() or rows * heads > 16 * compute_units():
         if target().vendor == "cpu":  # the interpreter pays by the operation, not by its size
             return 64, 32, 64, columns, 4
+        if target().arch == "sm90":
+            return (8, 2, 32, 128, 2) if extent > 512 else (16, 8, 32, 2 * columns, 4)
         return 16, 4, 64, columns, 4
     return 4, 1, 16, columns, 2 if is_rocm() else 4
 

@@ -102,6 +102,7 @@ def _tile_kernel(
     BK: tl.constexpr,
     EXACT_DOT: tl.constexpr,
     SCALED: tl.constexpr,
+    RENEWED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile of one part of the inner dimension: out [parts, rows, columns].
@@ -117,11 +118,11 @@ def _tile_kernel(
     w_rows = weight + n.to(tl.int64)[None, :] * weight_stride
     total = tl.zeros((BM, BN), dtype=tl.float32)
     lost = tl.zeros((BM, BN), dtype=tl.float32)
+    begin = split * part
+    end = tl.minimum(begin + part, inner_length)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    begin = split * part
-    end = tl.minimum(begin + part, inner_length)
     for start in range(begin, end, BK):
         k = start + inner
         a = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & (k < end)[None, :], other=0.0)
@@ -142,8 +143,16 @@ def _tile_kernel(
             grown = total + more
             lost = (grown - total) - more
             total = grown
+        elif RENEWED:
+            # Hopper's matrix units cut what they add to a sum: long ones are put together outside.
+            lost = tl.dot(a, b, lost)
+            if (start - begin) // BK % 4 == 3:
+                total += lost
+                lost = tl.zeros((BM, BN), dtype=tl.float32)
         else:
             total = tl.dot(a, b, total)
+    if RENEWED:
+        total += lost
     place = (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * columns + n[None, :]
     if SCALED:  # large tiles, which have no register to spare, never are
         total *= scale
@@ -173,10 +182,13 @@ def row_tiling(inner: int, columns: int) -> tuple[int, int, int]:
     """(matrix rows of a program, inner block, warps) for one row of x.
 
     About 24 KiB of matrix in flight for each program and several programs for each unit; where one
-    for each unit is enough, they ask for all of it before they wait for x.
+    for each unit is enough, they ask for most of it before they wait for x.
     """
-    if target().vendor == "cuda" and columns <= 4 * compute_units():
-        return 2, min(8192, next_power_of_2(inner)), 8
+    if target().vendor == "cuda":
+        if columns <= 4 * compute_units():
+            return 2, min(4096, next_power_of_2(inner)), 8
+        if inner >= 1024:
+            return (4, 2048, 8) if inner > 1024 else (8, 512, 4)
     block = min(2048, next_power_of_2(inner))
     each = max(2, min(16, next_power_of_2(8192 // max(inner, 1))))
     return each, block, 4
@@ -193,8 +205,9 @@ def tile_tiling(rows: int, columns: int, inner: int, exact: bool) -> tuple[int, 
     if fixed:  # enough parts for a single row; they are few enough for many
         return tall, 64, 64, max(1, min(inner // 256, 8)), 2 if is_rocm() else 3
     if rows > 64:  # enough tiles without splitting; larger ones, since reading is not the limit
-        # Of 128 columns the compiler spills two registers for sm100.
-        return 64, 64 if target().arch == "sm100" else 128, 64, 1, 2 if is_rocm() else 3
+        if target().vendor == "cuda":  # of 128 columns the compiler spills for sm100
+            return 64, 64, 64, 1, 4 if target().arch == "sm90" else 3
+        return 64, 128, 64, 1, 2
     wide, deep = 32, 128
     tiles = ceil_div(rows, tall) * ceil_div(columns, wide)
     # Two programs for each unit, but no part shorter than two steps.
@@ -234,21 +247,22 @@ def product(
     if segments > 1:
         while segment % deep:
             deep //= 2
+    renewed = rows > 64 and target().arch == "sm90" and not exact and not order_is_fixed()
     part = ceil_div(ceil_div(inner, parts), deep) * deep
     parts = ceil_div(inner, part)
-    target = out
+    sums = out
     if parts > 1:
-        target = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device)
+        sums = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device)
     _tile_kernel[(ceil_div(columns, wide), ceil_div(rows, tall), parts)](
-        x, weight, target, rows, columns, inner, x.stride(0), weight.stride(-2), segment_stride,
+        x, weight, sums, rows, columns, inner, x.stride(0), weight.stride(-2), segment_stride,
         part, scale, SEGMENT=segment if segments > 1 else 0, BM=tall,
-        BN=wide, BK=deep, EXACT_DOT=exact, SCALED=parts == 1 and scale != 1.0, PDL=pdl(),
-        **options(num_warps=4, num_stages=stages),
+        BN=wide, BK=deep, EXACT_DOT=exact, SCALED=parts == 1 and scale != 1.0, RENEWED=renewed,
+        PDL=pdl(), **options(num_warps=4, num_stages=stages),
     )  # fmt: skip
     if parts > 1:
         size, block = rows * columns, 1024
         _sum_kernel[(ceil_div(size, block),)](
-            target, out, size, scale, PARTS=parts, BLOCK=block, PDL=pdl(), **options(num_warps=4)
+            sums, out, size, scale, PARTS=parts, BLOCK=block, PDL=pdl(), **options(num_warps=4)
         )
     return out
 

@@ -1,6 +1,8 @@
-"""Tower ops: norm with GELU for images, lookup with norm for audio; one program a row.
+"""Tower ops: norm with GELU for images, lookup with norm for audio.
 
-A tower norm rounds twice, when normalised and when scaled, as its contract says.
+A norm has one program a row; a frame's rows of the table are summed by several programs, since one
+alone reads far below the memory's rate. A tower norm rounds twice, when normalised and when scaled,
+as its contract says.
 """
 
 from __future__ import annotations
@@ -10,7 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_portable.backends.triton._common import check_rows, options, pdl, row_block
+from inkling_portable.backends.triton._common import (
+    ceil_div,
+    check_rows,
+    next_power_of_2,
+    options,
+    pdl,
+    row_block,
+)
 
 
 @triton.jit
@@ -22,8 +31,9 @@ def _two_step(wide, gain, H: tl.constexpr, eps, dtype: tl.constexpr):
 
 @triton.jit
 def _norm_gelu_kernel(
-    x, weight, out, x_stride, eps, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x, weight, out, x_stride, eps, H: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < H
@@ -33,54 +43,54 @@ def _norm_gelu_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     y = _two_step(value.to(tl.float32), gain, H, eps, x.dtype.element_ty)
-    tl.store(out + row * H + column, 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476)), mask=inside)
+    if GELU:
+        y = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    tl.store(out + row * H + column, y, mask=inside)
+
+
+def _norm(op: str, x: Tensor, weight: Tensor, eps: float, out: Tensor, gelu: bool) -> Tensor:
+    """`out`, which may be x, gets the norm of each row; out [T, H] is contiguous."""
+    rows, width = x.shape
+    if rows:
+        block, warps = row_block(op, width)
+        _norm_gelu_kernel[(rows,)](x, weight, out, x.stride(0), eps, H=width, BLOCK=block,
+                                   GELU=gelu, PDL=pdl(), **options(num_warps=warps))  # fmt: skip
+    return out
 
 
 def norm_gelu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See the contract."""
     check_rows("norm_gelu", x=x, weight=weight)
-    rows, width = x.shape
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    if rows:
-        block, warps = row_block("norm_gelu", width)
-        _norm_gelu_kernel[(rows,)](x, weight, out, x.stride(0), eps, H=width, BLOCK=block,
-                                   PDL=pdl(), **options(num_warps=warps))  # fmt: skip
-    return out
+    return _norm(
+        "norm_gelu",
+        x,
+        weight,
+        eps,
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        True,
+    )
 
 
 @triton.jit
 def _dmel_kernel(
-    bins,
-    table,
-    weight,
-    out,
-    bins_stride,
-    table_stride,
-    eps,
-    MEL: tl.constexpr,
-    LEVELS: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Sums table rows bin by bin in float32, so that memory does not grow with the bins."""
+    bins, table, out, bins_stride, table_stride, MEL: tl.constexpr, LEVELS: tl.constexpr,
+    H: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sums BLOCK columns of a frame's table rows in float32, GROUP rows at a time."""
     frame = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < H
-    gain = tl.load(weight + column, mask=inside, other=0.0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for m in range(MEL):
-        level = tl.load(bins + frame * bins_stride + m).to(tl.int64)
+    for first in tl.static_range(0, MEL, GROUP):
+        m = first + tl.arange(0, GROUP)
+        level = tl.load(bins + frame * bins_stride + m, mask=m < MEL, other=-1).to(tl.int64)
         width = tl.where((level >= 0) & (level < LEVELS), H, 0)
-        place = table + (m * LEVELS + level) * table_stride + column
-        total += tl.load(place, mask=column < width, other=0.0).to(tl.float32)
-    rounded = total.to(table.dtype.element_ty).to(tl.float32)
-    tl.store(
-        out + frame * H + column, _two_step(rounded, gain, H, eps, table.dtype.element_ty), inside
-    )
+        place = (m * LEVELS + level)[:, None] * table_stride + column[None, :]
+        rows = tl.load(table + place, mask=column[None, :] < width[:, None], other=0.0)
+        total += tl.sum(rows.to(tl.float32), axis=0)
+    tl.store(out + frame * H + column, total, mask=column < H)
 
 
 def dmel_embed_norm(bins: Tensor, table: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,20 +99,10 @@ def dmel_embed_norm(bins: Tensor, table: Tensor, weight: Tensor, eps: float) -> 
     (frames, mel), width = bins.shape, table.shape[1]
     out = torch.empty(frames, width, dtype=table.dtype, device=table.device)
     if frames:
-        block, warps = row_block("dmel_embed_norm", width)
-        _dmel_kernel[(frames,)](
-            bins,
-            table,
-            weight,
-            out,
-            bins.stride(0),
-            table.stride(0),
-            eps,
-            MEL=mel,
-            LEVELS=table.shape[0] // mel,
-            H=width,
-            BLOCK=block,
-            PDL=pdl(),
-            **options(num_warps=warps),
-        )
-    return out
+        block = min(64, next_power_of_2(width))
+        _dmel_kernel[(frames, ceil_div(width, block))](
+            bins, table, out, bins.stride(0), table.stride(0), MEL=mel,
+            LEVELS=table.shape[0] // mel, H=width, BLOCK=block,
+            GROUP=min(128, next_power_of_2(mel)), PDL=pdl(), **options(num_warps=4),
+        )  # fmt: skip
+    return _norm("dmel_embed_norm", out, weight, eps, out, False)
