@@ -127,7 +127,8 @@ def test_each_tower_kernel_has_one_form() -> None:
         for op in TOWERS:
             for rows in (1, 2, 16, 100, 4096):
                 FUNCTIONS[op](**arguments(op, rows, RANK, "meta"))
-    assert len({job(launch, "sm90") for launch in launches}) == len(TOWERS)
+    # A frame of sound is summed by one kernel and normed by another.
+    assert len({job(launch, "sm90") for launch in launches}) == len(TOWERS) + 1
 
 
 def test_geometric() -> None:
