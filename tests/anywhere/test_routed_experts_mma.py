@@ -18,6 +18,7 @@ from torch import Tensor
 from inkling_portable.agreement import disagreements
 from inkling_portable.backends.cuda import OFFERS, compiled
 from inkling_portable.backends.cuda import routed_experts_mma as module
+from inkling_portable.backends.triton.routed_experts import Matrix
 from inkling_portable.registry import Facts, check_schema, contract
 from inkling_portable.target import Target
 from tests.anywhere.test_triton_experts import case
@@ -34,7 +35,7 @@ class HostKernel:
         self.library = library
 
     def launch(self, grid: tuple[int, int], threads: int, args: Any, wide: int,
-               dependent: bool, shared: int = 0) -> None:  # fmt: skip
+               dependent: bool, shared: int = 0, together: bool = False) -> None:  # fmt: skip
         assert shared <= 227 << 10
         _values, pointers = compiled.packed(args, wide)
         self.library.launch(*grid, threads, pointers)
@@ -68,47 +69,71 @@ def provider(build: Callable[..., HostKernel], monkeypatch: pytest.MonkeyPatch
     return function
 
 
-@pytest.mark.parametrize(("form", "rows", "hidden", "inner", "by_token_to", "few"), [
-    ("nvfp4", 1, 1024, 256, 16, 128),  # warps share k; two launches
-    ("nvfp4", 3, 256, 128, 0, 128),  # three launches
-    ("mxfp4", 40, 128, 256, 0, 128),  # more tokens of an expert than one tile holds
-    ("mxfp4", 2, 128, 384, 16, 128),
-    ("nvfp4", 31, 128, 384, 0, 0),  # sorted beforehand, an odd number of chunks
-    ("mxfp4", 60, 256, 128, 0, 0),
+Settings = module.Stream
+
+
+@pytest.mark.parametrize(("form", "rows", "hidden", "inner", "settings"), [
+    ("nvfp4", 1, 512, 256, Settings(4, 2, 1, 256, 1, 256, 3, 2)),  # warps share k
+    ("nvfp4", 12, 512, 512, Settings(4, 4, 1, 512, 1, 256, 2, 1, 2)),  # rows come one by one
+    ("mxfp4", 40, 512, 384, Settings(3, 1, 1, 512, 2, 384, 2, 1)),  # tiles of an expert
+    ("mxfp4", 9, 512, 512, Settings(2, 1, 2, 512, 2, 512, 2, 2)),
+    ("nvfp4", 31, 128, 384, None),  # sorted beforehand, an odd number of chunks
+    ("mxfp4", 60, 256, 128, None),
 ])  # fmt: skip
 def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, form: str,
-                  rows: int, hidden: int, inner: int, by_token_to: int, few: int
+                  rows: int, hidden: int, inner: int, settings: module.Stream | None
                   ) -> None:  # fmt: skip
     """Every path, with foreign ids, gate and up rows in turn or as two halves."""
-    monkeypatch.setattr(module, "BY_TOKEN_TO", by_token_to)
-    monkeypatch.setattr(module, "FEW", few)
+    use(monkeypatch, settings)
     arguments = case(form, rows, 6, 3, hidden, inner, seed=rows)
     arguments["ids"][0] = torch.tensor([-1, 6, 2])
     arguments["interleaved"] = rows % 2 == 1
     assert not disagreements(OP, provider, arguments)
 
 
+def use(monkeypatch: pytest.MonkeyPatch, settings: module.Stream | None) -> None:
+    """The one launch for a few tokens with these settings and nothing else, or what many take."""
+    monkeypatch.setattr(module, "FEW", 0 if settings is None else 1000)
+    monkeypatch.setattr(module, "stream_settings", lambda *_: (settings,))
+    monkeypatch.setattr(module, "compute_units", lambda: 5)
+    if settings is not None:
+        monkeypatch.setattr(module, "make_plan", None)
+
+
 def test_settings_of_every_size(
     provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two groups of tokens at a time, tiles of two by two warps: what larger steps are given."""
-    arguments = case("nvfp4", 30, 6, 3, 1024, 128)
-    for large in (100, 1024, 4096):
-        up, down, many = (getattr(module, n) for n in ("up_tiles", "down_tiles", "many_tiles"))
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "FEW", 128 if large == 100 else 0)
-            patch.setattr(module, "up_tiles", lambda _, inner, n=large, f=up: f(n, inner))
-            patch.setattr(module, "down_tiles", lambda _, inner, n=large, f=down: f(n, inner))
-            patch.setattr(module, "many_tiles", lambda _, is_up, n=large, f=many: f(n, is_up))
-            assert not disagreements(OP, provider, arguments)
+    """What longer steps are given."""
+    arguments, many = case("nvfp4", 30, 6, 3, 1024, 128), module.many_tiles
+    use(monkeypatch, None)
+    for tokens in (100, 1024, 4096):
+        monkeypatch.setattr(module, "many_tiles", lambda _, is_up, n=tokens: many(n, is_up))
+        assert not disagreements(OP, provider, arguments)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [(6144, 384), (6144, 768), (4096, 1024), (4096, 2048)]
+)
+def test_served_shapes_stream(hidden: int, inner: int) -> None:
+    """In both formats some settings fit, up to the most tokens."""
+    for block in (16, 32):
+        up, down = (
+            Matrix(torch.empty(8, rows, columns // 2, dtype=torch.uint8, device="meta"),
+                   torch.empty(8, rows, columns // block, dtype=torch.uint8), None,
+                   "nvfp4" if block == 16 else "mxfp4", rows, columns)
+            for rows, columns in ((2 * inner, hidden), (hidden, inner))
+        )  # fmt: skip
+        for tokens in (1, 9, 36, module.FEW):
+            settings = module.stream_settings(tokens, hidden, inner)
+            assert any(one.shared(up, down, 6 * tokens) for one in settings), (block, tokens)
 
 
 def test_row_gains_and_all_tokens_on_the_same_experts(
     provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A global scale for each row; experts that nobody chose; launches that find ten tokens."""
-    monkeypatch.setattr(module, "BY_TOKEN_TO", 0)
-    arguments = case("nvfp4", 10, 40, 3, 128, 128)
+    use(monkeypatch, Settings(4, 2, 1, 256, 1, 256, 2, 1))
+    arguments = case("nvfp4", 10, 40, 3, 256, 256)
     arguments["ids"][:] = torch.tensor([7, 0, 39])
     for name in ("w13_global", "w2_global"):
         rows = arguments[name.replace("global", "scale")].shape[1]
@@ -120,16 +145,17 @@ def test_steps_run_in_parts_that_change_no_bit(
     provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts by output columns and by tokens; tokens in any order."""
-    monkeypatch.setattr(module, "BY_TOKEN_TO", 0)
-    arguments = case("mxfp4", 9, 6, 3, 256, 128)
-    plain = provider(**arguments)
-    order = torch.randperm(9)
-    moved = {k: v[order] if k in ("x", "ids", "weights") else v for k, v in arguments.items()}
-    assert torch.equal(provider(**moved), plain[order])
-    monkeypatch.setattr(module, "PARTS_BYTES", 9 * 3 * 128 * 4)
-    assert torch.equal(provider(**arguments), plain)
-    monkeypatch.setattr(module, "INNER_BYTES", 4 * 3 * 128 * 2)
-    assert torch.equal(provider(**arguments), plain)
+    for settings in (None, Settings(4, 1, 1, 256, 1, 256, 2, 1)):
+        use(monkeypatch, settings)
+        arguments = case("nvfp4", 9, 6, 3, 256, 256)
+        plain = provider(**arguments)
+        order = torch.randperm(9)
+        moved = {k: v[order] if k in ("x", "ids", "weights") else v for k, v in arguments.items()}
+        assert torch.equal(provider(**moved), plain[order])
+        monkeypatch.setattr(module, "PARTS_BYTES", 9 * 3 * 128 * 4)
+        assert torch.equal(provider(**arguments), plain)
+        monkeypatch.setattr(module, "INNER_BYTES", 4 * 3 * 256 * 2)
+        assert torch.equal(provider(**arguments), plain)
 
 
 def test_what_the_kernels_do_not_take_goes_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_SHARED_MOST = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+_TOGETHER = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 launching = True
@@ -38,7 +41,7 @@ class _Config(ctypes.Structure):
                 ("count", ctypes.c_uint)]  # fmt: skip
 
 
-_dependent = _Attribute(id=_DEPENDENT, value=1)
+_attributes = (_Attribute * 2)(_Attribute(_DEPENDENT, value=1), _Attribute(_TOGETHER, value=1))
 
 
 @cache
@@ -122,23 +125,40 @@ class Kernel:
         self._function = function
         self._shared = 0
 
+    def _ask_for(self, shared: int) -> None:
+        if shared > self._shared:
+            for attribute, value in ((_SHARED_MOST, shared), (_CARVEOUT, 100)):
+                _check(_driver().cuFuncSetAttribute(self._function, attribute, value),
+                       f"asking for {shared} bytes of shared memory")  # fmt: skip
+            self._shared = shared
+
+    def resident(self, threads: int, shared: int) -> int:
+        """How many blocks an SM holds at once."""
+        self._ask_for(shared)
+        count = ctypes.c_int()
+        _check(_driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            ctypes.byref(count), self._function, threads, ctypes.c_size_t(shared)),
+            "counting blocks of an SM")  # fmt: skip
+        return count.value
+
     def launch(self, grid: tuple[int, int], threads: int, args: Sequence[Tensor | int | None],
-               wide: int, dependent: bool, shared: int = 0) -> None:  # fmt: skip
-        """Launch on the current stream, each block with `shared` bytes of dynamic shared memory.
+               wide: int, dependent: bool, shared: int = 0, together: bool = False
+               ) -> None:  # fmt: skip
+        """Launch on the current stream.
 
         Tensors go as pointers, None as a null pointer, numbers as 32 bits and the last `wide` of
-        them as 64 bits. A `dependent` kernel may start before its predecessor on the stream ends.
+        them as 64 bits. A `dependent` kernel may start before its predecessor on the stream ends;
+        `shared` bytes are each block's beside what its source names. Blocks of a kernel that is
+        launched `together` run at the same time, or none does.
         """
         if not launching:
             return
-        if shared > self._shared:
-            _check(_driver().cuFuncSetAttribute(self._function, _DYNAMIC_SHARED, shared),
-                   f"asking for {shared} bytes of shared memory")  # fmt: skip
-            self._shared = shared
+        self._ask_for(shared)
         _values, pointers = packed(args, wide)
         config = _Config(
             *grid, 1, threads, 1, 1, shared, torch.cuda.current_stream().cuda_stream,
-            ctypes.pointer(_dependent), int(dependent),
+            ctypes.cast(ctypes.byref(_attributes, 0 if dependent else ctypes.sizeof(_Attribute)),
+                        ctypes.POINTER(_Attribute)), int(dependent) + int(together),
         )  # fmt: skip
         status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
         _check(status, "launching a kernel")
@@ -150,10 +170,16 @@ def arch_of(device: int | None = None) -> str:
     return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
 
+def source_of(path: Path) -> str:
+    """A source file with what it includes of the files beside it."""
+    return re.sub(r'^#include "(.*)"$', lambda m: (path.parent / m[1]).read_text(),
+                  path.read_text(), flags=re.MULTILINE)  # fmt: skip
+
+
 @cache
 def kernel(path: Path, name: str, macros: tuple[tuple[str, int], ...], device: int) -> Kernel:
     """Compile, load and keep kernel `name` of a source file for one device."""
-    cubin = compile_source(path.read_text(), macros, arch_of(device))
+    cubin = compile_source(source_of(path), macros, arch_of(device))
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # the device's context exists from here on

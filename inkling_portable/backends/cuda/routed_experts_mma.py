@@ -1,14 +1,15 @@
-"""The chosen experts, from 4-bit weights through registers to tensor cores of NVIDIA's.
+"""The chosen experts, from 4-bit weights to tensor cores of NVIDIA's.
 
-`routed_experts.cu` says how. Two launches up to `BY_TOKEN_TO` tokens; then three, since experts
-that several tokens share are read once in the second product too; beyond `FEW` tokens the pairs are
-sorted first and activations go through shared memory. Other formats and widths that do not fit go
-to the Triton kernels, which read the same layout.
+Up to `FEW` tokens one launch (`routed_experts_few.cu`), through which weights stream once by way of
+shared memory; beyond, three, of pairs that are sorted first, with weights in registers and
+activations in shared memory (`routed_experts.cu`). Other formats and widths that do not fit go to
+the Triton kernels, which read the same layout.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -23,11 +24,10 @@ from inkling_portable.backends.triton.routed_experts_gemm import combine_kernel
 from inkling_portable.backends.triton.routed_experts_sort import make_plan
 
 SOURCE = Path(__file__).with_name("routed_experts.cu")
+FEW_SOURCE = Path(__file__).with_name("routed_experts_few.cu")
 CHUNK = 128  # columns that the kernels take at a time
 FEW = 128
-"""Tokens up to which blocks sort the pairs themselves and read activations as they are."""
-BY_TOKEN_TO = 16
-"""Tokens up to which the second product is computed token by token: one launch less."""
+"""Tokens up to which blocks sort the pairs themselves and weights go through shared memory."""
 INNER_BYTES = 38 << 20
 PARTS_BYTES = 24 << 20
 """Bounds of what lies between the two products, and of what the second one writes for each pair."""
@@ -35,51 +35,87 @@ PARTS_BYTES = 24 << 20
 
 @dataclass(frozen=True)
 class Tiles:
-    """Settings of one product: warps along k and along rows, tiles of 16 rows of a warp, groups of
-    8 tokens, chunks of a step, blocks of an SM."""
+    """Settings of one product of many tokens: warps along rows, tiles of 16 rows of a warp, groups
+    of 8 tokens, blocks of an SM."""
 
-    warps_k: int
-    warps_m: int
+    warps: int
     tiles: int
     groups: int
-    ahead: int
     resident: int
 
 
-def up_tiles(tokens: int, inner: int) -> Tiles:
-    """Settings of the first product. What wins on an H200 stands first: benchmarks/experts_tune."""
-    chunks = inner // CHUNK
-    if chunks % 8:
-        return Tiles(1, 4, 1, 1, most_ahead(chunks, 3), 4)
-    if tokens == 1:
-        return Tiles(4, 1, 1, 1, most_ahead(chunks // 4, 6), 3)
-    return Tiles(4, 1, 1, 1, 2, 5) if tokens <= 36 else Tiles(2, 2, 2, 1, 2, 3)
+@dataclass(frozen=True)
+class Stream:
+    """Settings of a few tokens: warps that compute; of the first product, warps that share columns,
+    tiles of 16 rows of a warp, columns of a stage; of the second one, tiles and columns; stages,
+    blocks of an SM."""
+
+    warps: int
+    up_warps_k: int
+    up_tiles: int
+    up_columns: int
+    down_tiles: int
+    down_columns: int
+    stages: int
+    resident: int
+    code_warps: int = 1
+
+    def stage(self, m: Matrix, is_up: bool) -> int:
+        """Bytes of a stage for one product, or 0 where rows, columns or copies come out uneven."""
+        assert m.scale is not None
+        tiles, columns, warps_k = (
+            (self.up_tiles, self.up_columns, self.up_warps_k) if is_up
+            else (self.down_tiles, self.down_columns, 1)
+        )  # fmt: skip
+        _, _, s_expert, s_row, _, _ = m.strides()
+        scales, groups = columns // BLOCKS[m.form], self.warps // warps_k
+        whole = not is_up and columns == m.inner and s_row == scales
+        rows, sizes = 16 * tiles * (groups if is_up else 1), s_expert | m.scale.data_ptr()
+        if m.inner % columns or columns % (CHUNK * warps_k) or m.rows % rows:
+            return 0
+        if (sizes if whole else sizes | s_row | scales) % 16:
+            return 0
+        codes = (columns // 128 | 1) * 64
+        if not is_up and columns == m.inner == 2 * m.strides()[1]:
+            codes = columns // 2
+        return groups * 16 * tiles * (codes + (scales if whole else (scales // 16 | 1) * 16))
+
+    def shared(self, up: Matrix, down: Matrix, pairs: int) -> int:
+        """Bytes of dynamic shared memory, or 0 if it does not fit."""
+        stages = self.stage(up, True), self.stage(down, False)
+        wanted = self.stages * max(stages) + pairs * 16 * self.down_tiles * 4
+        # Beside what the source names an SM has a KiB for each block.
+        named = 8 * (_listed(pairs) + up.codes.shape[0] + 2 * self.stages + 32)
+        named += 1024 * (self.warps * self.up_tiles + 1)
+        named += 2 * up.inner * self.warps // self.up_warps_k
+        return wanted if all(stages) and self.resident * (wanted + named) <= 228 << 10 else 0
 
 
-def down_tiles(tokens: int, inner: int) -> Tiles:
-    """Settings of the second product where experts are shared."""
-    return Tiles(1, 4, 2, 1, 1, 4)
+def _listed(pairs: int) -> int:
+    return max(64, next_power_of_2(pairs))
 
 
-def token_tiles(tokens: int, inner: int) -> Tiles:
-    """Settings of the second product token by token: a warp for each slot."""
-    if tokens == 1:
-        return Tiles(1, 1, 1, 1, 1, 5)
-    return Tiles(1, 1, 2, 1, 1 if tokens <= 4 else most_ahead(inner // CHUNK, 3), 2)
+def stream_settings(tokens: int, hidden: int, inner: int) -> tuple[Stream, ...]:
+    """Settings of a few tokens, of which the first that fits is taken."""
+    if inner <= 384:
+        return (Stream(8, 8, 1, hidden // 2, 1, inner, 3, 2),
+                Stream(8, 8, 1, hidden // 2, 1, inner, 2, 2),
+                Stream(16, 16, 1, hidden, 1, inner, 2, 1))  # fmt: skip
+    if inner <= 768:
+        return (Stream(4, 4, 1, hidden // 4, 1, inner, 2, 3),
+                Stream(4, 4, 1, hidden // 4, 1, inner, 2, 2),
+                Stream(4, 4, 1, hidden // 4, 1, inner, 2, 1))  # fmt: skip
+    return (Stream(8, 8, 1, hidden // 2, 1, 512, 2, 2, 4),
+            Stream(8, 8, 1, hidden // 2, 1, 512, 2, 1, 4))  # fmt: skip
 
 
 def many_tiles(tokens: int, up: bool) -> Tiles:
     """Settings of both products beyond FEW tokens; they agree in the height of a plan's tiles."""
     if tokens <= 512:
-        return Tiles(1, 4, 1, 2, 1, 4) if up else Tiles(1, 4, 2, 2, 1, 2)
+        return Tiles(4, 1, 2, 4) if up else Tiles(4, 2, 2, 2)
     if tokens <= 1024:
-        return Tiles(1, 8, 1, 4, 1, 2) if up else Tiles(1, 4, 2, 4, 1, 2)
-    return Tiles(1, 4, 2, 8, 1, 2) if up else Tiles(1, 8, 1, 8, 1, 2)
-
-
-def most_ahead(chunks: int, most: int) -> int:
-    """The largest divisor of `chunks` that is at most `most`."""
-    return next(n for n in range(most, 0, -1) if chunks % n == 0)
+        return Tiles(8, 1, 4, 2) if up else Tiles(4, 2, 4, 2)
+    return Tiles(4, 2, 8, 2) if up else Tiles(8, 1, 8, 2)
 
 
 def fits(m: Matrix, rows: int) -> bool:
@@ -124,55 +160,83 @@ def routed_experts(
                                  w2_global, format, act, interleaved)  # fmt: skip
 
 
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Two zeros for launches of each stream; made before anything is captured."""
+    zeros = torch.zeros(64, 2, dtype=torch.int32, device=device)
+    torch.cuda.current_stream().synchronize()
+    return zeros
+
+
+_streams: dict[int, int] = {}
+
+
+def _stream(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, how: Stream,
+            interleaved: bool, out: Tensor) -> None:  # fmt: skip
+    """Both products of a few tokens in one launch, or in two where blocks cannot meet."""
+    pairs, experts = ids.numel(), up.codes.shape[0]
+    shared = how.shared(up, down, pairs)
+    inner = torch.empty(pairs, down.inner, dtype=x.dtype, device=x.device)
+    w13, w2 = up.strides(), down.strides()
+    macros = {
+        "HIDDEN": up.inner, "INNER": down.inner, "W13_ROW": w13[1], "S13_ROW": w13[3],
+        "W2_ROW": w2[1], "S2_ROW": w2[3], "TOP_K": ids.shape[1], "EXPERTS": experts,
+        "BLOCK": BLOCKS[up.form], "GAIN": int(up.gain is not None),
+        "INTERLEAVED": int(interleaved), "WARPS": how.warps, "UP_WARPS_K": how.up_warps_k,
+        "UP_TILES": how.up_tiles, "UP_KS": how.up_columns, "DOWN_TILES": how.down_tiles,
+        "DOWN_KS": how.down_columns, "STAGES": how.stages, "RESIDENT": how.resident,
+        "CODE_WARPS": how.code_warps, "LISTED": _listed(pairs),
+    }  # fmt: skip
+    run = kernel(FEW_SOURCE, "experts", tuple(macros.items()), x.device.index)
+    threads = 32 * (how.warps + 2 + how.code_warps)
+    counters = None
+    if x.device.type == "cuda" and run.resident(threads, shared) >= how.resident:
+        stream = torch.cuda.current_stream().cuda_stream
+        counters = _counters(x.device)[_streams.setdefault(stream, len(_streams)) % 64]
+    for phases in (1, 2) if counters is None else (3,):
+        run.launch((how.resident * compute_units(), 1), threads,
+                   (x, ids, weights, inner, out, counters, up.codes, up.scale, up.gain, down.codes,
+                    down.scale, down.gain, pairs, phases, x.stride(0), w13[0], w13[2], *w13[4:],
+                    w2[0], w2[2], *w2[4:], out.stride(0)),
+                   10, True, shared)  # fmt: skip
+
+
 def _run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, interleaved: bool,
          out: Tensor) -> None:  # fmt: skip
     (tokens, width), top_k = x.shape, ids.shape[1]
     pairs, experts = ids.numel(), up.codes.shape[0]
-    many = tokens > FEW
-    plan, tiles = None, 0
-    if many:
-        plan, tiles = make_plan(ids, experts, 8 * many_tiles(tokens, True).groups)
+    if tokens <= FEW:
+        for settings in stream_settings(tokens, up.inner, down.inner):
+            if settings.shared(up, down, pairs):
+                _stream(x, ids, weights, up, down, settings, interleaved, out)
+                return
+    inner = torch.empty(pairs, down.inner, dtype=x.dtype, device=x.device)
+    plan, tiles = make_plan(ids, experts, 8 * many_tiles(tokens, True).groups)
 
-    def product(m: Matrix, source: Tensor, target: Tensor, how: Tiles, first: int, last: int,
-                is_up: bool, by_token: bool) -> None:  # fmt: skip
+    def product(m: Matrix, source: Tensor, target: Tensor, first: int, last: int, is_up: bool
+                ) -> None:  # fmt: skip
+        how = many_tiles(tokens, is_up)
         w_expert, w_row, s_expert, s_row, g_expert, g_row = m.strides()
-        slabs = (last - first) // (16 * how.warps_m * how.tiles)
-        warps_k = top_k if by_token else how.warps_k
         macros = {
-            "K": m.inner, "W_ROW": w_row, "S_ROW": s_row, "TOP_K": top_k, "EXPERTS": experts,
+            "K": m.inner, "W_ROW": w_row, "S_ROW": s_row, "TOP_K": top_k,
             "BLOCK": BLOCKS[m.form], "GAIN": int(m.gain is not None), "UP": int(is_up),
-            "INTERLEAVED": int(interleaved), "HALF": m.rows // 2, "BY_TOKEN": int(by_token),
-            "MANY": int(many), "WARPS_K": warps_k, "WARPS_M": how.warps_m, "TILES": how.tiles,
-            "NT": how.groups, "AHEAD": how.ahead, "RESIDENT": how.resident,
-            "LISTED": 0 if many else max(512, next_power_of_2(pairs)),
+            "INTERLEAVED": int(interleaved), "HALF": m.rows // 2, "WARPS_M": how.warps,
+            "TILES": how.tiles, "NT": how.groups, "RESIDENT": how.resident,
         }  # fmt: skip
         run = kernel(SOURCE, "experts", tuple(macros.items()), x.device.index)
-        threads = 32 * warps_k * how.warps_m
-        strides = (source.stride(0), w_expert, s_expert, g_expert, g_row, target.stride(0))
-        if many:
-            run.launch((slabs, tiles), threads,
-                       (source, plan, m.codes, m.scale, m.gain, weights, target, tiles, experts,
-                        first, *strides), 6, False)  # fmt: skip
-            return
-        # No more tiles than pairs: what the host knows of the routing.
-        items = (tokens if by_token else pairs) * slabs
-        run.launch((min(items, how.resident * compute_units()), 1), threads,
-                   (source, ids, m.codes, m.scale, m.gain, weights, target, pairs, experts, slabs,
-                    first, *strides), 6, True)  # fmt: skip
+        run.launch(((last - first) // (16 * how.warps * how.tiles), tiles), 32 * how.warps,
+                   (source, plan, m.codes, m.scale, m.gain, weights, target, tiles, experts, first,
+                    source.stride(0), w_expert, s_expert, g_expert, g_row, target.stride(0)),
+                   6, False)  # fmt: skip
 
-    inner = torch.empty(pairs, down.inner, dtype=x.dtype, device=x.device)
-    how = many_tiles(tokens, True) if many else up_tiles(tokens, up.inner)
-    product(up, x, inner, how, 0, up.rows, True, False)
-    if tokens <= BY_TOKEN_TO:
-        product(down, inner, out, token_tiles(tokens, down.inner), 0, down.rows, False, True)
-        return
-    how = many_tiles(tokens, False) if many else down_tiles(tokens, down.inner)
-    step = 16 * how.warps_m * how.tiles
+    product(up, x, inner, 0, up.rows, True)
+    how = many_tiles(tokens, False)
+    step = 16 * how.warps * how.tiles
     columns = min(width, max(step, PARTS_BYTES // (pairs * 4) // step * step))
     parts = torch.empty(pairs, columns, dtype=torch.float32, device=x.device)
     for first in range(0, width, columns):
         last = min(width, first + columns)
-        product(down, inner, parts, how, first, last, False, False)
+        product(down, inner, parts, first, last, False)
         combine_kernel[(ceil_div(last - first, 1024), tokens)](
             parts, ids, out[:, first:last], experts, last - first, columns, out.stride(0),
             TOP_K=top_k, BLOCK=min(1024, next_power_of_2(last - first)), num_warps=4,
