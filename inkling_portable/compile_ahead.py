@@ -1,4 +1,4 @@
-"""Triton kernels compiled side by side before they are needed, instead of one after the other."""
+"""Kernels compiled side by side before they are needed, instead of one after the other."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 @contextmanager
 def compiled_ahead(threads: int) -> Iterator[None]:
-    """In the block, launches of this package's kernels compile, Triton's in `threads` threads, and
-    do nothing else, those of vLLM's sampler too; all are ready when it ends. Others run as always.
+    """In the block, launches of this package's kernels compile, in `threads` threads, and do
+    nothing else, those of vLLM's sampler too; all are ready when it ends. Others run as always.
 
     Results of ops inside are undefined: nothing may be done with them but to pass them on to ops.
     """
@@ -40,14 +40,14 @@ def compiled_ahead(threads: int) -> Iterator[None]:
             torch.cuda.set_device(device)
             getattr(kernel, "result", lambda: kernel)()._init_handles()
 
-    JITFunction.run, compiled.launching = compile_only, False
     try:
         with ThreadPoolExecutor(threads) as pool:
+            JITFunction.run, compiled.ahead = compile_only, pool
             with AsyncCompileMode(pool):
                 yield
             list(pool.map(load, kernels))
     finally:
-        JITFunction.run, compiled.launching = launch, True
+        JITFunction.run, compiled.ahead = launch, None
 
 
 def _kind(value: Any) -> Any:

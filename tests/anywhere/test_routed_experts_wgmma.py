@@ -1,11 +1,15 @@
 """The routed experts' WGMMA kernel on a CPU: source and launcher as they are, and the contract."""
 
-import ctypes
+import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
 
 from inkling_portable.agreement import disagreements
 from inkling_portable.backends.cuda import compiled
@@ -51,5 +55,36 @@ def test_nothing_is_launched_while_kernels_are_made_ready(monkeypatch: pytest.Mo
     """A plan that Triton's kernels did not write would lead anywhere. No CUDA driver is here."""
     monkeypatch.setattr(module.torch.cuda, "current_device", lambda: 0)
     with compiled_ahead(1):
-        compiled.Kernel(ctypes.c_void_p()).launch((1, 1), 1, (), 0, False)
-    assert compiled.launching
+        compiled.Kernel(bytes, "experts", 0).launch((1, 1), 1, (), 0, False)
+    assert compiled.ahead is None
+
+
+def test_sources_are_compiled_side_by_side_and_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two at a time while kernels are made ready, none again after a restart."""
+    together, asked = threading.Barrier(2, timeout=20), list[Any]()
+
+    def compile_source(source: str, macros: Any, arch: str) -> bytes:
+        together.wait()
+        asked.append((macros, arch))
+        return f"{len(source)} {macros}".encode()
+
+    version = SimpleNamespace(nvrtcVersion=lambda *_: 0)
+    monkeypatch.setattr(compiled, "compile_source", compile_source)
+    monkeypatch.setattr(compiled, "nvrtc", lambda: version)
+    monkeypatch.setattr(compiled.torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(module.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    source = tmp_path / "kernel.cu"
+    source.write_text("one")
+    for _ in range(2):
+        with compiled_ahead(2):
+            found = [compiled.kernel(source, "experts", (("K", k),), 0) for k in (1, 2)]
+        assert [kernel._cubin() for kernel in found] == [b"3 (('K', 1),)", b"3 (('K', 2),)"]
+        assert sorted(asked) == [((("K", 1),), "sm_90a"), ((("K", 2),), "sm_90a")]
+        compiled.kernel.cache_clear()
+    source.write_text("other")
+    with compiled_ahead(2):
+        found = [compiled.kernel(source, "experts", (("K", k),), 0) for k in (1, 2)]
+    assert found[0]._cubin() == b"5 (('K', 1),)" and len(asked) == 4

@@ -1,20 +1,24 @@
 """Kernels written in CUDA C++: compiled at first use by the NVRTC that torch's wheels bring.
 
 A source file stands beside its launcher; its macros fix the shape, so that each shape gets its own
-kernel. Nothing here needs a CUDA toolkit, a C++ compiler or a cache on disk.
+kernel. Nothing here needs a CUDA toolkit or a C++ compiler. What was compiled is kept where Triton
+keeps its own, so that a restart does not compile again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 import re
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from triton.runtime.cache import get_cache_manager
 
 _SHARED_MOST = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
@@ -22,8 +26,9 @@ _TOGETHER = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
-launching = True
-"""False while kernels are only made ready: what Triton's would have written is not there then."""
+ahead: Executor | None = None
+"""Compiles while kernels are only made ready; what Triton's would have written is not there then,
+so that nothing is launched."""
 
 
 class CompileError(RuntimeError):
@@ -94,6 +99,19 @@ def compile_source(source: str, macros: tuple[tuple[str, int], ...], arch: str) 
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+def cubin_of(path: Path, macros: tuple[tuple[str, int], ...], arch: str) -> bytes:
+    """A source file compiled, now or by a process before this one."""
+    source, version = source_of(path), (ctypes.c_int * 2)()
+    nvrtc().nvrtcVersion(ctypes.byref(version), ctypes.byref(version, ctypes.sizeof(ctypes.c_int)))
+    key = hashlib.sha256(repr((source, macros, arch, *version)).encode()).hexdigest()
+    kept, name = get_cache_manager(key), f"{path.stem}.cubin"
+    if found := kept.get_file(name):
+        return Path(found).read_bytes()
+    cubin = compile_source(source, macros, arch)
+    kept.put(cubin, name)
+    return cubin
+
+
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
@@ -119,11 +137,21 @@ def packed(args: Sequence[Tensor | int | None], wide: int
 
 
 class Kernel:
-    """One loaded kernel of one device."""
+    """One kernel of one device, loaded when it is first used."""
 
-    def __init__(self, function: ctypes.c_void_p) -> None:
-        self._function = function
+    def __init__(self, cubin: Callable[[], bytes], name: str, device: int) -> None:
+        self._cubin, self._name, self._device = cubin, name, device
         self._shared = 0
+
+    @cached_property
+    def _function(self) -> ctypes.c_void_p:
+        cubin, module, function = self._cubin(), ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream().synchronize()  # the device's context exists from here on
+            _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {self._name}")
+        _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self._name.encode()),
+               f"finding {self._name}")  # fmt: skip
+        return function
 
     def _ask_for(self, shared: int) -> None:
         if shared > self._shared:
@@ -133,7 +161,9 @@ class Kernel:
             self._shared = shared
 
     def resident(self, threads: int, shared: int) -> int:
-        """How many blocks an SM holds at once."""
+        """How many blocks an SM holds at once; 0 while kernels are only made ready."""
+        if ahead is not None:
+            return 0
         self._ask_for(shared)
         count = ctypes.c_int()
         _check(_driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
@@ -151,7 +181,7 @@ class Kernel:
         `shared` bytes are each block's beside what its source names. Blocks of a kernel that is
         launched `together` run at the same time, or none does.
         """
-        if not launching:
+        if ahead is not None:
             return
         self._ask_for(shared)
         _values, pointers = packed(args, wide)
@@ -178,12 +208,6 @@ def source_of(path: Path) -> str:
 
 @cache
 def kernel(path: Path, name: str, macros: tuple[tuple[str, int], ...], device: int) -> Kernel:
-    """Compile, load and keep kernel `name` of a source file for one device."""
-    cubin = compile_source(source_of(path), macros, arch_of(device))
-    module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # the device's context exists from here on
-        _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {path.name}")
-    _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()),
-           f"finding {name}")  # fmt: skip
-    return Kernel(function)
+    """Kernel `name` of a source file for one device; it is compiled once."""
+    work = partial(cubin_of, path, macros, arch_of(device))
+    return Kernel(work if ahead is None else ahead.submit(work).result, name, device)
