@@ -7,7 +7,7 @@ macros that its launcher chose.
 import ctypes
 import subprocess
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,16 @@ class HostKernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+        library.launch.restype = None
 
-    def launch(self, grid: tuple[int, int], threads: int, args: Any, wide: int,
-               dependent: bool, shared: int = 0, together: bool = False) -> None:  # fmt: skip
+    def bind(self, grid: tuple[int, int], threads: int, args: Any, wide: int, dependent: bool,
+             shared: int = 0, together: bool = False) -> compiled.Launch:  # fmt: skip
         assert shared <= 227 << 10
-        _values, pointers = compiled.packed(args, wide)
-        self.library.launch(*grid, threads, pointers)
+        values, pointers = compiled.packed(args, wide)
+        return compiled.Launch(values, partial(self.library.launch, *grid, threads, pointers))
+
+    def launch(self, *args: Any) -> None:
+        self.bind(*args)()
 
 
 @pytest.fixture(scope="module")

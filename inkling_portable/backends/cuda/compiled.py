@@ -13,8 +13,10 @@ import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,6 +138,17 @@ def packed(args: Sequence[Tensor | int | None], wide: int
     return values, (ctypes.c_void_p * len(args))(*(ctypes.addressof(v) for v in values))
 
 
+@dataclass
+class Launch:
+    """A launch that can be made again, with other numbers in `values`, while its tensors live."""
+
+    values: list[ctypes._SimpleCData[int]]
+    run: Callable[[], int | None]
+
+    def __call__(self) -> None:
+        _check(self.run() or 0, "launching a kernel")
+
+
 class Kernel:
     """One kernel of one device, loaded when it is first used."""
 
@@ -171,27 +184,31 @@ class Kernel:
             "counting blocks of an SM")  # fmt: skip
         return count.value
 
-    def launch(self, grid: tuple[int, int], threads: int, args: Sequence[Tensor | int | None],
-               wide: int, dependent: bool, shared: int = 0, together: bool = False
-               ) -> None:  # fmt: skip
-        """Launch on the current stream.
+    def bind(self, grid: tuple[int, int], threads: int, args: Sequence[Tensor | int | None],
+             wide: int, dependent: bool, shared: int = 0, together: bool = False
+             ) -> Launch:  # fmt: skip
+        """A launch on the current stream.
 
         Tensors go as pointers, None as a null pointer, numbers as 32 bits and the last `wide` of
         them as 64 bits. A `dependent` kernel may start before its predecessor on the stream ends;
         `shared` bytes are each block's beside what its source names. Blocks of a kernel that is
         launched `together` run at the same time, or none does.
         """
+        values, pointers = packed(args, wide)
         if ahead is not None:
-            return
+            return Launch(values, lambda: 0)
         self._ask_for(shared)
-        _values, pointers = packed(args, wide)
         config = _Config(
             *grid, 1, threads, 1, 1, shared, torch.cuda.current_stream().cuda_stream,
             ctypes.cast(ctypes.byref(_attributes, 0 if dependent else ctypes.sizeof(_Attribute)),
                         ctypes.POINTER(_Attribute)), int(dependent) + int(together),
         )  # fmt: skip
-        status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
-        _check(status, "launching a kernel")
+        start = _driver().cuLaunchKernelEx
+        return Launch(values, partial(start, ctypes.byref(config), self._function, pointers, None))
+
+    def launch(self, *args: Any, **kwargs: Any) -> None:
+        """Launch once; the arguments are those of `bind`."""
+        self.bind(*args, **kwargs)()
 
 
 def arch_of(device: int | None = None) -> str:

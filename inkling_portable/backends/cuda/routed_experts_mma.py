@@ -98,9 +98,12 @@ def _listed(pairs: int) -> int:
 def stream_settings(tokens: int, hidden: int, inner: int) -> tuple[Stream, ...]:
     """Settings of a few tokens, of which the first that fits is taken."""
     if inner <= 384:
-        return (Stream(8, 8, 1, hidden // 2, 1, inner, 3, 2),
-                Stream(8, 8, 1, hidden // 2, 1, inner, 2, 2),
-                Stream(16, 16, 1, hidden, 1, inner, 2, 1))  # fmt: skip
+        fewest = (
+            Stream(16, 16, 1, hidden, 1, inner, 3, 1),
+            Stream(16, 16, 1, hidden, 1, inner, 2, 1),
+        )
+        halved = Stream(16, 8, 1, hidden // 2, 1, inner, 2, 1, 2)
+        return (*fewest, halved) if tokens <= 48 else (halved, *fewest)
     if inner <= 768:
         return (Stream(4, 4, 1, hidden // 4, 1, inner, 2, 3),
                 Stream(4, 4, 1, hidden // 4, 1, inner, 2, 2),

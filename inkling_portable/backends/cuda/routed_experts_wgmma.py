@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_portable.backends.cuda.compiled import kernel
+from inkling_portable.backends.cuda.compiled import Launch, kernel
 from inkling_portable.backends.triton._common import ceil_div, compute_units
 from inkling_portable.backends.triton.routed_experts import BLOCKS, Matrix
 from inkling_portable.backends.triton.routed_experts_sort import make_plan, most_tiles
@@ -29,6 +29,8 @@ TEMPORARY_BYTES = 62 << 20
 The latter is rounded to bfloat16, which the engine's kernels do too and the contract allows."""
 MOST_TILES = 1024
 """Tiles of a plan that a block can list."""
+FIRST_ROW, SUMS = 8, 3
+"""Arguments that differ between launches: of a product its first row, of a sum where it goes."""
 SHARED_BYTES = 228 << 10  # of an SM, 1,024 of them for each block's own ends
 
 
@@ -109,7 +111,7 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inter
     plan, count = make_plan(ids, experts, tiles(load, True).tokens)
 
     def product(m: Matrix, source: Tensor, target: Tensor, first: int, last: int,
-                is_up: bool) -> None:  # fmt: skip
+                is_up: bool) -> Launch:  # fmt: skip
         how = tiles(load, is_up)
         w_expert, w_row, s_expert, s_row, g_expert, g_row = m.strides()
         stages, shared = how.shared(m)
@@ -120,7 +122,7 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inter
             "LEAST": how.least, "STAGES": stages, "RESIDENT": how.resident,
         }  # fmt: skip
         slabs = (last - first) // (64 * how.groups)
-        kernel(SOURCE, "experts", tuple(macros.items()), x.device.index).launch(
+        return kernel(SOURCE, "experts", tuple(macros.items()), x.device.index).bind(
             (min(count * slabs, how.resident * compute_units()), 1), 128 * how.groups + 128,
             (source, plan, m.codes, m.scale, m.gain, target, count, experts, first, slabs,
              source.stride(0), w_expert, s_expert, g_expert, g_row, target.stride(0)),
@@ -129,7 +131,7 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inter
     arrange_kernel[(ceil_div(width, 1024), tokens)](x, out, x.stride(0), width, BLOCK=1024,
                                                     num_warps=4)  # fmt: skip
     inner = torch.empty(pairs, down.inner, dtype=x.dtype, device=x.device)
-    product(up, out, inner, 0, up.rows, True)
+    product(up, out, inner, 0, up.rows, True)()
     # Equal shares of columns, whole slabs each.
     step = 64 * tiles(load, False).groups
     most = max(step, (TEMPORARY_BYTES - inner.nbytes) // (pairs * 2) // step * step)
@@ -137,9 +139,19 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inter
     parts = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
     combine = kernel(SOURCE, "combine", (("COMBINE", 1), ("TOP_K", top_k), ("RESIDENT", 1)),
                      x.device.index)  # fmt: skip
+    # A step that no graph replays has many of these launches, which its host would be late with:
+    # alike ones are prepared once, and only their place is changed.
+    alike: dict[tuple[int, bool], tuple[Launch, Launch]] = {}
     for first in range(0, width, columns):
         last = min(width, first + columns)
-        product(down, inner, parts, first, last, False)
-        combine.launch((ceil_div(tokens * (last - first), 2048), 1), 256,
-                       (parts, ids, weights, out[:, first:last], tokens, experts, last - first,
-                        columns, out.stride(0)), 2, True)  # fmt: skip
+        kind = last - first, first > 0
+        if kind not in alike:
+            adding = combine.bind((ceil_div(tokens * (last - first), 2048), 1), 256,
+                                  (parts, ids, weights, out, tokens, experts, last - first,
+                                   columns, out.stride(0)), 2, True)  # fmt: skip
+            alike[kind] = product(down, inner, parts, first, last, False), adding
+        multiply, add = alike[kind]
+        multiply.values[FIRST_ROW].value = first
+        add.values[SUMS].value = out.data_ptr() + first * out.element_size()
+        multiply()
+        add()
