@@ -153,7 +153,8 @@ def routed_experts(
         if act == "bf16" and aligned and fits(up, 128) and fits(down, 128):
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
             ids, weights = ids.contiguous(), weights.contiguous()
-            share = max(1, INNER_BYTES // (ids.shape[1] * down.inner * 2))
+            most = max(1, INNER_BYTES // (ids.shape[1] * down.inner * 2))
+            share = ceil_div(tokens, ceil_div(tokens, most))
             for start in range(0, tokens, share):
                 part = slice(start, start + share)
                 step = wgmma.run if wgmma.takes(ids[part], up, down) else _run
