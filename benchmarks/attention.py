@@ -4,7 +4,9 @@
     python -m benchmarks.attention --sweep --seconds 300 [--cases "prefill"] [--out FILE.json]
 
 `--cases` takes parts of names or kinds (see attention_cases.py). With `--processes N` so many
-processes compile the peers' kernels side by side; then they time their shapes one after the other.
+processes compile the peers' kernels side by side, peer after peer, and begin no other once
+`--seconds` are over; then they time their shapes one after the other, each result written at once.
+`--tiles mi300x,mi355x` also times our kernels with the tiles that those chips would get.
 The sweep tries other tiles than the tuning function's and prints the best of each shape. Our
 kernels are compiled beforehand by many processes, for the chip that `--target` names (default
 h200), into Triton's cache.
@@ -17,9 +19,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -141,7 +142,14 @@ def others(call: dict[str, Any]) -> dict[str, Callable[..., None]]:
     return found
 
 
-def measure(case: Case, target: Target, wanted: list[str]) -> dict[str, Any]:
+def suits(peer: str, case: Case) -> bool:
+    """Keys of a prefill are not split."""
+    return "prefill" not in case.kind or peer in ("fa4 x1", "amd", "fa4 no bias")
+
+
+def measure(
+    case: Case, target: Target, wanted: list[str], tiles: Iterable[str] = ()
+) -> dict[str, Any]:
     """One row: whether our result is right, and times of ours and of the `wanted` peers, us."""
     sets = data_sets(case)
     plan = own_plan(case, target)
@@ -150,6 +158,13 @@ def measure(case: Case, target: Target, wanted: list[str]) -> dict[str, Any]:
     wrong = faults(case, sets[0])
     times = {"ours": time_plan(plan, sets), "ours, no PDL": time_plan(with_pdl(plan, False), sets)}
     peer_faults = {}
+    for chip in tiles:
+        name, other = f"ours, tiles of {chip}", own_plan(case, Target.parse(chip))
+        sets[0]["out"].fill_(float("nan"))
+        kernel.attend(other, **sets[0])
+        if reasons := faults(case, sets[0]):
+            peer_faults[name] = reasons
+        times[name] = time_plan(other, sets)
     for name, function in others(sets[0]).items():
         sets[0]["out"].fill_(float("nan"))
         function(**sets[0])
@@ -158,9 +173,7 @@ def measure(case: Case, target: Target, wanted: list[str]) -> dict[str, Any]:
         calls = [lambda call=call, function=function: function(**call) for call in sets]  # type: ignore[misc]
         times[name] = median_us(calls, replays=7, least=4)
     for name, run in peers(case.window, case.extent, wanted).items():
-        if (name not in ("fa4 x1", "amd", "fa4 no bias") and "prefill" in case.kind) or (
-            name == "amd" and "prefill" in case.kind and case.fresh > 4096
-        ):
+        if not suits(name, case):
             continue
         try:
             sets[0]["out"].fill_(float("nan"))
@@ -180,39 +193,61 @@ def measure(case: Case, target: Target, wanted: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def share(cases: list[Case], target: Target, wanted: list[str], count: int) -> list[dict[str, Any]]:
-    """`measure` of every case in their order, by `count` processes; failed ones are left out."""
+def share(
+    cases: list[Case], target: Target, wanted: list[str], count: int, seconds: float,
+    tiles: list[str],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """`measure` of every case, by `count` processes; failed ones are left out."""
     context = get_context("spawn")
     ready, turn, found = context.Barrier(count), context.Lock(), context.Queue()
-    workers = [context.Process(target=take_part, args=(cases[i::count], target, wanted, ready, turn,
-                                                       found)) for i in range(count)]  # fmt: skip
+    workers = [
+        context.Process(target=take_part, args=(cases[i::count], target, wanted, ready, turn, found,
+                                                time.monotonic() + seconds, tiles))
+        for i in range(count)
+    ]  # fmt: skip
     for worker in workers:
         worker.start()
-    results = [result for _ in cases if (result := found.get(timeout=900)) is not None]
+    for _ in cases:
+        if (result := found.get(timeout=900)) is not None:
+            yield result
     for worker in workers:
         worker.join()
-    order = {case.name: i for i, case in enumerate(cases)}
-    return sorted(results, key=lambda result: order[result["case"]["name"]])
 
 
 def take_part(
-    cases: list[Case], target: Target, wanted: list[str], ready: Any, turn: Any, found: Any
-) -> None:
-    """Time the cases once beside others, which compiles everything, and once undisturbed."""
-    for undisturbed in (False, True):
-        with turn if undisturbed else nullcontext():
-            for case in cases:
-                result = None
-                try:
-                    result = measure(case, target, wanted)
-                except Exception as error:
-                    print(f"{case.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-                if undisturbed:
-                    found.put(result)
-                    print(row(result) if result else f"{case.name:26} FAILED", flush=True)
-                torch.cuda.empty_cache()
-        if not undisturbed:
-            ready.wait(timeout=600)
+    cases: list[Case], target: Target, wanted: list[str], ready: Any, turn: Any, found: Any,
+    until: float, tiles: list[str],
+) -> None:  # fmt: skip
+    """Compile beside others, then time each case undisturbed with the peers that were in time."""
+    compiled: dict[str, list[str]] = {case.name: [] for case in cases}
+    for peer in ("", *wanted):
+        for case in cases:
+            if time.monotonic() > until or (peer and not suits(peer, case)):
+                continue
+            try:
+                call = arguments(case, "cuda")
+                if peer:
+                    peers(case.window, case.extent, [peer])[peer](call)
+                    compiled[case.name].append(peer)
+                else:
+                    for function in others(call).values():
+                        function(**call)
+                torch.cuda.synchronize()
+            except Exception as error:
+                print(f"{case.name}: {peer}: {type(error).__name__}: {str(error)[:200]}",
+                      flush=True)  # fmt: skip
+            torch.cuda.empty_cache()
+    ready.wait(timeout=600)
+    for case in cases:
+        with turn:
+            result = None
+            try:
+                result = measure(case, target, compiled[case.name], tiles)
+            except Exception as error:
+                print(f"{case.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            found.put(result)
+            print(row(result) if result else f"{case.name:26} FAILED", flush=True)
+            torch.cuda.empty_cache()
 
 
 def sweep(case: Case, plans: list[Plan], seconds: float) -> dict[str, Any]:
@@ -242,7 +277,8 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--seconds", type=float, default=300, help="bound on the sweep's timing")
+    parser.add_argument("--seconds", type=float, default=300, help="for the sweep or compiling")
+    parser.add_argument("--tiles", default="", help="other chips, comma-separated")
     parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--target", default="h200")
     parser.add_argument("--out", type=Path)
@@ -251,15 +287,22 @@ def main() -> None:
     wanted = [] if chosen.no_peers else chosen.peers.split(",")
     parts = [p for p in chosen.cases.split(",") if p]
     cases = [c for c in CASES if not parts or any(p == c.kind or p in c.name for p in parts)]
+    tiles = [chip for chip in chosen.tiles.split(",") if chip]
     own = {c.name: own_plan(c, target) for c in cases}
     tries = {c.name: [own[c.name], *candidates(c, target)] for c in cases} if chosen.sweep else {
-        c.name: [own[c.name], with_pdl(own[c.name], False)] for c in cases}  # fmt: skip
+        c.name: [own[c.name], with_pdl(own[c.name], False),
+                 *(own_plan(c, Target.parse(chip)) for chip in tiles)] for c in cases}  # fmt: skip
     compile_beforehand(((c, p) for c in cases for p in tries[c.name]), target.arch)
     if (found := Target.detect()).key != target.key:
         sys.exit(f"needs {target.key}, as compiled; found {found.key}; use --target {found.key}")
     results, table = [], []
     if chosen.processes:
-        results = share(cases, target, wanted, min(len(cases), chosen.processes))
+        order = {case.name: i for i, case in enumerate(cases)}
+        count = min(len(cases), chosen.processes)
+        for result in share(cases, target, wanted, count, chosen.seconds, tiles):
+            results.append(result)
+            results.sort(key=lambda result: order[result["case"]["name"]])
+            write(chosen.out, results)
         cases, table = [], [row(result) for result in results]
     for case in cases:
         start = time.perf_counter()
@@ -272,7 +315,7 @@ def main() -> None:
                     facts = " ".join(f"{k}={v}" for k, v in tiles.items())
                     table.append(f"{case.name:26} {one['us']:9.1f} {wrong}{facts}")
             else:
-                result = measure(case, target, wanted)
+                result = measure(case, target, wanted, tiles)
                 table.append(row(result))
             results.append(result)
             print(table[-1], f"[{time.perf_counter() - start:.0f} s]", flush=True)
@@ -280,11 +323,15 @@ def main() -> None:
             table.append(f"{case.name:26} FAILED {type(error).__name__}: {str(error)[:200]}")
             print(table[-1], flush=True)
         torch.cuda.empty_cache()
-    if chosen.out:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        record = {"environment": environment(), "cold": True, "results": results}
-        chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+    write(chosen.out, results)
     print("\n" + "\n".join(table))
+
+
+def write(path: Path | None, results: list[dict[str, Any]]) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"environment": environment(), "cold": True, "results": results}
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def row(result: dict[str, Any]) -> str:
