@@ -61,7 +61,7 @@ def calls_of(name: str) -> list[partial[Any]]:
         sets = [small_arguments(GATE, 1, RANKS["large-tp8-global"], "cuda") for _ in range(128)]
         return [partial(gate_logits, **call) for call in sets]
     case = next(c for c in CASES if c.name == name)
-    serve = kernel.rel_attention
+    serve = partial(kernel.attend, own_plan(case, Target.detect()))
     if "prefill" in case.kind:
         from inkling_portable.backends.cuda import rel_attention_hopper as hopper
 

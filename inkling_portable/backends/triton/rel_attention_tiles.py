@@ -79,6 +79,17 @@ def product(a, b, c, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def scores(q, k, start, PRECISION: tl.constexpr):
+    """start [M, N] + q @ k transposed. In float32 `start` is added last: bias over scale is larger
+    than the sums on the way, and each would be rounded to its last place."""
+    if PRECISION == "ieee":
+        s = product(q, tl.trans(k.to(q.dtype)), tl.zeros_like(start), PRECISION) + start
+    else:
+        s = product(q, tl.trans(k.to(q.dtype)), start, PRECISION)
+    return s
+
+
+@triton.jit
 def power(x, PRECISION: tl.constexpr):
     """exp for maxima and scores as `fold` keeps them: to base 2, but for float32 to base e.
 
@@ -184,7 +195,7 @@ def near_tile(
     real = ((keys >= low) & (keys < high))[:, None]
     k = tl.load(cache_at(k_base, page, tile, k_page, k_row, PAGE, N), mask=real, other=0.0)
     s = near_start(rel, rel_rows, rel_step, position, span, tile * N, 1 / scale, N, EXTENT, WINDOW)
-    s = product(q, tl.trans(k.to(q.dtype)), s, PRECISION)
+    s = scores(q, k, s, PRECISION)
     v = tl.load(cache_at(v_base, page, tile, v_page, v_row, PAGE, N), mask=real, other=0.0)
     return fold(m, z, acc, s, scale, v.to(q.dtype), PRECISION)
 
@@ -207,9 +218,7 @@ def attend_keys(
         middle = tl.minimum(tl.maximum(far, begin), end)
         for tile in tl.range(begin, middle, num_stages=STAGES):
             k = tl.load(cache_at(k_base, page, tile, k_page, k_row, PAGE, N))
-            s = product(
-                q, tl.trans(k.to(q.dtype)), tl.zeros((q.shape[0], N), tl.float32), PRECISION
-            )
+            s = scores(q, k, tl.zeros((q.shape[0], N), tl.float32), PRECISION)
             v = tl.load(cache_at(v_base, page, tile, v_page, v_row, PAGE, N))
             page = page_of(table, tile + 1, low, last, PAGE, N)
             m, z, acc = fold(m, z, acc, s, scale, v.to(q.dtype), PRECISION)
@@ -250,9 +259,7 @@ def attend_whole_tiles(
             k_at, v_at = page_row(table, tile, k_page_rows, v_page_rows, PAGE, N)
             k = k_tiles.load([k_row0 + k_at, k_col])
             v = v_tiles.load([v_row0 + v_at, v_col])
-            s = product(
-                q, tl.trans(k.to(q.dtype)), tl.zeros((q.shape[0], N), tl.float32), PRECISION
-            )
+            s = scores(q, k, tl.zeros((q.shape[0], N), tl.float32), PRECISION)
             m, z, acc = fold(m, z, acc, s, scale, v.to(q.dtype), PRECISION)
         begin = middle
     for tile in tl.range(begin, full, num_stages=STAGES):
@@ -262,7 +269,7 @@ def attend_whole_tiles(
         s = near_start(
             rel, rel_rows, rel_step, position, span, tile * N, 1 / scale, N, EXTENT, WINDOW
         )
-        s = product(q, tl.trans(k.to(q.dtype)), s, PRECISION)
+        s = scores(q, k, s, PRECISION)
         m, z, acc = fold(m, z, acc, s, scale, v.to(q.dtype), PRECISION)
     if full < end:
         k_at, v_at = page_row(table, full, k_page_rows, v_page_rows, PAGE, N)
@@ -270,7 +277,7 @@ def attend_whole_tiles(
         s = near_start(
             rel, rel_rows, rel_step, position, span, full * N, 1 / scale, N, EXTENT, WINDOW
         )
-        s = product(q, tl.trans(k.to(q.dtype)), s, PRECISION)
+        s = scores(q, k, s, PRECISION)
         real = full * N + tl.arange(0, N) < length
         s = tl.where(real[None, :], s, float("-inf"))
         v = v_tiles.load([v_row0 + v_at, v_col])
