@@ -1,0 +1,41 @@
+"""Two nodes by vLLM's own launcher: the recipe's two commands, run as they stand on one machine.
+
+Each believes to be a machine of its own, so what their ranks exchange goes over sockets.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from inkling_portable.commands._server import Server, free_port
+from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.recipes import render
+from tests.vllm_cpu.conftest import AS_A_USER, Oracle, prompt
+
+
+def test_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    write_tiny(folder, preset="small-like", dtype="float32", layers=6)
+    lines = render("multi_node_tp", str(folder), 1, 2, "127.0.0.1")
+    more = ["--dtype", "float32", "--max-model-len", "256", "--block-size", "16",
+            "--kv-cache-memory-bytes", str(16 << 20), "--gpu-memory-utilization", "0.05",
+            "--max-num-batched-tokens", "48", "--master-port", str(free_port())]  # fmt: skip
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # other tests set it
+    first, second = (
+        Server(folder, [*line[2:], *more], tmp_path / f"{node}.log",
+               {**AS_A_USER, "VLLM_DIST_IDENT": f"node{node}"})
+        for node, line in enumerate(lines)
+    )  # fmt: skip
+    prompts = [prompt(length) for length in (5, 40, 103)]
+    asked = {"model": first.name, "prompt": prompts, "max_tokens": 4, "temperature": 0,
+             "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+    with second, first:
+        first.wait_until_ready(150, lambda seconds: None)
+        answer = httpx.post(f"{first.url}/v1/completions", json=asked, timeout=60).json()
+    oracle = Oracle(folder)
+    for ids, choice in zip(prompts, answer["choices"], strict=True):
+        oracle.assert_greedy(ids, choice["token_ids"])
+    assert "rank=1 local_rank=0" in (tmp_path / "1.log").read_text()
