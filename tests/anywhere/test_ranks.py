@@ -213,7 +213,7 @@ def test_settings_that_differ_are_named(groups: dict[int, Ranks]) -> None:
 def test_other_failures_and_formats_stay_what_they_are() -> None:
     assert voting.united([(("a", "x"),), (), (("b", "y"), ("a", "z"))]) == (
         ("a", "rank 0: x"), ("b", "rank 2: y"))  # fmt: skip
-    facts = Facts(tp=2, weights="bf16", failed=(("code", "broke"),))
+    facts = Facts(tp=4, weights="bf16", failed=(("code", "broke"),))
     target = Target.parse("h200+triton=3.6.0+vllm=0.33.0")
     found = voting.agreed(target, facts, (), "tp", lambda value: [value, value])
     assert found.failed == (("code", "broke"),)  # `mma`, refused for bf16, may serve 4 bits
