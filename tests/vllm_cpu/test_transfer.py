@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from inkling_portable.commands._server import free_port
 from inkling_portable.commands.tiny import write_tiny
 from inkling_portable.recipes import render
 from tests import nursery
@@ -87,14 +87,6 @@ def test_a_prompt_goes_on_where_its_caches_were_sent(
         assert furthest > 1e-2, f"group {group} was not needed"
 
 
-def free_ports() -> list[int]:
-    """Two of this machine; a rank's own is the engine's and its number more."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    return [port, port + 8 if port < 65000 else port - 8]
-
-
 def hand_on(folder: Path, prompts: list[list[int]], ranks: tuple[int, int]) -> Any:
     """What follows each prompt by an engine that reads it and by one that was sent its caches.
 
@@ -104,8 +96,8 @@ def hand_on(folder: Path, prompts: list[list[int]], ranks: tuple[int, int]) -> A
 
     engines = []
     lines = render("pd_cluster", str(folder), 1, 1, "localhost")
-    for line, size, port in zip(lines, ranks, free_ports(), strict=True):
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+    for line, size in zip(lines, ranks, strict=True):
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
         how = json.loads(line[line.index("--kv-transfer-config") + 1])
         engines.append(LLM(
             str(folder), dtype="float32", max_model_len=256, block_size=16, max_logprobs=-1,
