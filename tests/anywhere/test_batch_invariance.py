@@ -104,9 +104,10 @@ def changed_by_company(row: Offer, arguments: dict[str, Any], keep: int, device:
                        ) -> list[int]:  # fmt: skip
     """Outputs whose first `keep` rows differ when the rows behind them are left out."""
     op, function = contract(row.op), row.under(Facts(batch_invariant=True)).load()
-    rows = max(v.shape[0] for k, v in arguments.items() if k in PER_ROW and v is not None)
+    named = (*PER_ROW, "weight") if row.op == "swiglu" else PER_ROW
+    rows = max(v.shape[0] for k, v in arguments.items() if k in named and v is not None)
     few = {
-        k: v[:keep] if k in PER_ROW and v is not None and v.shape[0] == rows else v
+        k: v[:keep] if k in named and v is not None and v.shape[0] == rows else v
         for k, v in arguments.items()
     }
     results = [run(function, op, a, device=device) for a in (arguments, few)]

@@ -5,6 +5,7 @@ of tests/compile and tests/gpu.
 """
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -278,6 +279,52 @@ def test_bad_arguments_are_named() -> None:
     arguments["state"] = arguments["state"][..., :4]
     with pytest.raises(ValueError, match=r"state holds 12 channels, partial 24"):
         provider("conv_residual_norm")(**arguments)
+
+
+FREE = {"table": 1, "pages": 2, "rows_of": 1, "state": 2, "k_state": 2, "v_state": 2, "k_cache": 2,
+        "v_cache": 2}  # fmt: skip
+"""First axes that may have any length: no other argument tells how long they are."""
+
+
+UNCHECKED = ("skinny_linear", "norm_gelu", "dmel_embed_norm")
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op not in UNCHECKED])
+def test_arguments_that_do_not_go_together_are_refused(op: str) -> None:
+    """Each axis of each argument is cut by one, and would be read as if it were whole.
+
+    What the contract takes is served: a matrix may have a row less.
+    """
+    refused = 0
+    for seed in range(6):
+        drawn = contract(op).inputs(SeededDraw(seed))
+        for name, value in drawn.items():
+            axes = range(FREE.get(name, 0), value.dim()) if isinstance(value, torch.Tensor) else ()
+            for axis in axes:
+                if value.shape[axis] > 1 and value.numel():
+                    cut = value.narrow(axis, 0, value.shape[axis] - 1).contiguous()
+                    try:
+                        provider(op)(
+                            **{**{k: convert(v) for k, v in drawn.items()}, name: cut.clone()}
+                        )
+                    except ValueError as error:
+                        assert re.match(rf"{op}: \w+ (needs|has|holds) ", str(error))
+                        refused += 1
+                    else:
+                        assert not disagreements(contract(op), provider(op), {**drawn, name: cut})
+    assert refused > 4 or op == "route"  # there a column less is a sink less
+
+
+def test_dtypes_that_do_not_go_together_are_refused() -> None:
+    x, gain = torch.ones(2, 32), torch.ones(32)
+    with pytest.raises(ValueError, match=r"^rms_norm: x needs one of the served dtypes.*float64"):
+        provider("rms_norm")(x.double(), gain, 1e-6, None)
+    with pytest.raises(ValueError, match=r"^rms_norm: residual needs .* found torch\.bfloat16"):
+        provider("rms_norm")(x, gain, 1e-6, x.bfloat16())
+    with pytest.raises(ValueError, match=r"^concat_norms: embed_weight needs a contiguous last"):
+        provider("concat_norms")(x, x, gain, torch.ones(64)[::2], 1e-6)
+    with pytest.raises(ValueError, match=r"^rms_norm: weight needs axes H with H = 32; found \[31"):
+        provider("rms_norm")(x, gain[1:], 1e-6, None)
 
 
 def test_ids_outside_the_table_read_nothing() -> None:

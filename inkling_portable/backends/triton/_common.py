@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from inkling_portable.backends.evidence import DEPENDENT_LAUNCH
@@ -150,3 +150,30 @@ def check_rows(op: str, **tensors: Tensor | None) -> None:
         if value is not None and value.shape[-1] > 1 and value.stride(-1) != 1:
             raise ValueError(f"{op}: {name} needs a contiguous last axis; found stride "
                              f"{value.stride(-1)}, so pass {name}.contiguous()")  # fmt: skip
+
+
+def check_shapes(op: str, spec: str, *values: Tensor | None, **sizes: int) -> None:
+    """Raise ValueError naming the first argument that does not go with those before it.
+
+    spec: "x TH=, weight H": each argument with a letter for every axis. Axes of one letter have
+    one size, which `sizes` may give, and arguments with "=" one dtype. Float64 is never taken.
+    """
+    _agree(op, spec, *((v.shape, v.dtype) if v is not None else None for v in values), **sizes)
+
+
+@lru_cache(maxsize=4096)  # all layers of a step ask the same
+def _agree(op: str, spec: str, *values: tuple[Any, Any] | None, **sizes: int) -> None:
+    first: str | None = None
+    for part, value in zip(spec.split(", "), values, strict=True):
+        name, axes = part.split()
+        if value is None:
+            continue
+        shape, dtype, letters = list(value[0]), str(value[1]), axes.rstrip("=")
+        wanted = [sizes.setdefault(*axis) for axis in zip(letters, shape, strict=False)]
+        if wanted != shape or len(letters) != len(shape):
+            known = ", ".join(f"{letter} = {sizes[letter]}" for letter in letters[: len(shape)])
+            raise ValueError(f"{op}: {name} needs axes {letters} with {known}; found {shape}")
+        first = first or (dtype if axes != letters else None)
+        if dtype == "torch.float64" or (axes != letters and dtype != first):
+            raise ValueError(f"{op}: {name} needs one of the served dtypes, and that of the "
+                             f"arguments before it; found {dtype}")  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 from inkling_portable.backends.triton._common import (
     ceil_div,
     check_rows,
+    check_shapes,
     next_power_of_2,
     options,
     order_is_fixed,
@@ -24,6 +25,7 @@ MATMUL_FROM = 65
 def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     """See the contract."""
     check_rows("gate_logits", x=x, weight=weight)
+    check_shapes("gate_logits", "x TH=, weight EH=", x, weight)
     return product(x, weight, torch.float32)
 
 
@@ -128,6 +130,7 @@ def swiglu(gate_up: Tensor, interleaved: bool, weight: Tensor | None) -> Tensor:
     """See the contract."""
     check_rows("swiglu", gate_up=gate_up, weight=weight)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    check_shapes("swiglu", "gate_up TF, weight T", gate_up, weight, F=2 * width)
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows and width:
         block = min(1024, max(16, next_power_of_2(width)))
@@ -150,6 +153,8 @@ def sink_experts(x: Tensor, w13: Tensor, w2: Tensor, gammas: Tensor) -> Tensor:
     are one product over the intermediates side by side.
     """
     check_rows("sink_experts", x=x, w13=w13, w2=w2, gammas=gammas)
+    check_shapes("sink_experts", "x TH=, w13 SDH=, w2 SHI=, gammas TS", x, w13, w2, gammas,
+                 D=2 * w2.shape[2])  # fmt: skip
     rows, (sinks, double, width) = x.shape[0], w13.shape
     inner = double // 2
     stacked = w13.reshape(sinks * double, width)

@@ -7,7 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_portable.backends.triton._common import check_rows, options, pdl, row_block
+from inkling_portable.backends.triton._common import (
+    check_rows,
+    check_shapes,
+    options,
+    pdl,
+    row_block,
+)
 
 
 @triton.jit
@@ -61,6 +67,7 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
     check_rows("rms_norm", x=x, weight=weight, residual=residual)
+    check_shapes("rms_norm", "x TH=, weight H, residual TH=", x, weight, residual)
     rows, width = x.shape
     normed = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(normed)
@@ -84,23 +91,11 @@ def add_norm(
         return
     block, warps = row_block("rms_norm", width)
     _norm_kernel[(rows,)](
-        x,
-        residual,
-        weight,
-        normed,
-        summed,
-        rows,
-        x_stride,
-        0 if residual is None else residual.stride(0),
-        eps,
-        H=width,
-        CHUNK=chunk,
-        BLOCK=block,
-        HAS_RESIDUAL=residual is not None,
-        HAS_NORM=weight is not None,
-        PDL=pdl(),
+        x, residual, weight, normed, summed, rows, x_stride,
+        0 if residual is None else residual.stride(0), eps, H=width, CHUNK=chunk, BLOCK=block,
+        HAS_RESIDUAL=residual is not None, HAS_NORM=weight is not None, PDL=pdl(),
         **options(num_warps=warps),
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -138,23 +133,15 @@ def _embed_norm_kernel(
 def embed_norm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See the contract. Ids outside the table, as padding rows may hold, give zeros."""
     check_rows("embed_norm", ids=ids, table=table, weight=weight)
+    check_shapes("embed_norm", "ids T, table VH, weight H", ids, table, weight)
     rows, (vocabulary, width) = ids.shape[0], table.shape
     out = torch.empty(rows, width, dtype=table.dtype, device=table.device)
     if rows:
         block, warps = row_block("embed_norm", width)
         _embed_norm_kernel[(rows,)](
-            ids,
-            table,
-            weight,
-            out,
-            table.stride(0),
-            vocabulary,
-            eps,
-            H=width,
-            BLOCK=block,
-            PDL=pdl(),
-            **options(num_warps=warps),
-        )
+            ids, table, weight, out, table.stride(0), vocabulary, eps, H=width, BLOCK=block,
+            PDL=pdl(), **options(num_warps=warps),
+        )  # fmt: skip
     return out
 
 
@@ -210,29 +197,20 @@ def _halves(
     embed_weight: Tensor,
     eps: float,
 ) -> Tensor:
-    check_rows(op, hidden=hidden, embeds=embeds, ids=ids)
+    check_rows(op, hidden=hidden, embeds=embeds, ids=ids, backbone_weight=backbone_weight,
+               hidden_weight=hidden_weight, embed_weight=embed_weight)  # fmt: skip
+    check_shapes(op, f"hidden TH=, {'embeds T' if ids is None else 'table V'}H=, ids T, "
+                 "backbone_weight H, hidden_weight H, embed_weight H", hidden, embeds, ids,
+                 backbone_weight, hidden_weight, embed_weight)  # fmt: skip
     rows, width = hidden.shape
     out = torch.empty(rows, 2 * width, dtype=hidden.dtype, device=hidden.device)
     if rows:
         block, warps = row_block(op, width)
         _halves_kernel[(rows, 2)](
-            hidden,
-            embeds,
-            ids,
-            backbone_weight,
-            hidden_weight,
-            embed_weight,
-            out,
-            hidden.stride(0),
-            embeds.stride(0),
-            embeds.shape[0],
-            eps,
-            H=width,
-            BLOCK=block,
-            FROM_TABLE=ids is not None,
-            PDL=pdl(),
-            **options(num_warps=warps),
-        )
+            hidden, embeds, ids, backbone_weight, hidden_weight, embed_weight, out,
+            hidden.stride(0), embeds.stride(0), embeds.shape[0], eps, H=width, BLOCK=block,
+            FROM_TABLE=ids is not None, PDL=pdl(), **options(num_warps=warps),
+        )  # fmt: skip
     return out
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from inkling_portable.backends.triton._common import (
     ceil_div,
     check_rows,
+    check_shapes,
     compute_units,
     is_rocm,
     next_power_of_2,
@@ -251,6 +252,13 @@ def qkvr_prep(
                positions=positions)  # fmt: skip
     rows, (d_rel, extent) = qkvr.shape[0], rel_proj.shape
     kv_heads, width = k_cache.shape[2], q_norm.shape[0]
+    check_shapes(
+        "qkvr_prep", "qkvr TC=, q_norm D, k_norm D, rel_proj RE=, k_cache PBHD, v_cache PBHD, "
+        "k_state XYHD=, v_state ZYHD=, conv_slots T, kv_slots T, positions T, k_conv NK, "
+        "v_conv NK, conv_sources TS", qkvr, q_norm, k_norm, rel_proj, k_cache, v_cache, k_state,
+        v_state, conv_slots, kv_slots, positions, k_conv, v_conv, conv_sources,
+        N=kv_heads * width, S=k_conv.shape[1] - 1,
+    )  # fmt: skip
     heads = (qkvr.shape[1] - 2 * kv_heads * width) // (width + d_rel)
     if heads * (width + d_rel) + 2 * kv_heads * width != qkvr.shape[1]:
         raise ValueError(f"qkvr_prep: qkvr has {qkvr.shape[1]} columns, which no head count of "
@@ -262,10 +270,6 @@ def qkvr_prep(
     if k_cache.dtype.itemsize > 1 and (k_scale, v_scale) != (1, 1):
         raise ValueError(f"qkvr_prep: scales need 8-bit caches; found {k_scale:g} and {v_scale:g} "
                          f"for {k_cache.dtype}")  # fmt: skip
-    if k_state.shape[1] != v_state.shape[1] or k_cache.shape[1] != v_cache.shape[1]:
-        raise ValueError("qkvr_prep: keys and values need one page size in each cache group; found "
-                         f"{k_state.shape[1]} and {v_state.shape[1]} for states, "
-                         f"{k_cache.shape[1]} and {v_cache.shape[1]} for caches")  # fmt: skip
     q = torch.empty(rows, heads, width, dtype=qkvr.dtype, device=qkvr.device)
     rel = torch.empty(rows, heads, extent, dtype=qkvr.dtype, device=qkvr.device)
     if rows == 0:

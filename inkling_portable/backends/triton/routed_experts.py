@@ -17,6 +17,7 @@ from torch import Tensor
 from inkling_portable.backends.triton._common import (
     ceil_div,
     check_rows,
+    check_shapes,
     next_power_of_2,
     order_is_fixed,
 )
@@ -132,9 +133,13 @@ def routed_experts(
         raise ValueError(f"routed_experts: unknown weight format {format!r}; known are "
                          f"{', '.join(FORMATS)}")  # fmt: skip
     check_rows("routed_experts", x=x)
+    check_shapes("routed_experts", "x TH, ids TK, weights TK", x, ids, weights)
     up = matrix("w13", w13, w13_scale, w13_global, format, x)
     down = matrix("w2", w2, w2_scale, w2_global, format, x)
-    tokens = x.shape[0]
+    tokens, width = x.shape
+    if (up.inner, down.rows, up.rows) != (width, width, 2 * down.inner):
+        raise ValueError(f"routed_experts: w13 needs {2 * down.inner} rows of {width}, w2 {width} "
+                         f"rows; found {up.rows} of {up.inner} and {down.rows}")  # fmt: skip
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if tokens == 0 or ids.shape[1] == 0:
         return out.zero_()

@@ -19,6 +19,7 @@ from torch import Tensor
 from inkling_portable.backends.triton._common import (
     ceil_div,
     check_rows,
+    check_shapes,
     compute_units,
     is_rocm,
     next_power_of_2,
@@ -110,6 +111,10 @@ def conv_sources(
     """See the contract: one launch for short steps, two for long ones."""
     check_rows("conv_sources", q_starts=q_starts, kv_lens=kv_lens, pages=pages, slots=slots,
                rows_of=rows_of, out=out)  # fmt: skip
+    if not out.is_contiguous():
+        raise ValueError(f"conv_sources: out needs rows without gaps; found {out.stride()}")
+    check_shapes("conv_sources", "out TK, slots T, kv_lens B, q_starts S, pages BP", out, slots,
+                 kv_lens, q_starts, pages[: len(kv_lens)], S=len(kv_lens) + 1)  # fmt: skip
     rows, requests = out.shape[0], kv_lens.shape[0]
     if rows == 0:
         return
@@ -121,23 +126,10 @@ def conv_sources(
     phases = ((True, True),) if rows <= 4 * block else ((True, False), (False, True))
     for scatter, gather in phases:
         _sources_kernel[(1 if scatter and gather else ceil_div(rows, block),)](
-            q_starts,
-            kv_lens,
-            pages,
-            slots,
-            rows_of,
-            out,
-            rows,
-            requests,
-            requests.bit_length(),
-            page,
-            pages.stride(0),
-            TAPS=out.shape[1] + 1,
-            BLOCK=block,
-            SCATTER=scatter,
-            GATHER=gather,
-            num_warps=4,
-        )
+            q_starts, kv_lens, pages, slots, rows_of, out, rows, requests, requests.bit_length(),
+            page, pages.stride(0), TAPS=out.shape[1] + 1, BLOCK=block, SCATTER=scatter,
+            GATHER=gather, num_warps=4,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -283,6 +275,10 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     check_rows("conv_residual_norm", partial=partial, extra=extra, residual=residual, slots=slots,
                sources=sources, norm_weight=norm_weight)  # fmt: skip
+    check_shapes("conv_residual_norm", "partial TH=, extra TH=, residual TH=, norm_weight H, slots "
+                 "T, conv_weight HK, sources TS, state BXGW=", partial, extra, residual,
+                 norm_weight, slots, conv_weight, sources, state,
+                 S=conv_weight.shape[1] - 1)  # fmt: skip
     rows, width = partial.shape
     summed = torch.empty(rows, width, dtype=partial.dtype, device=partial.device)
     normed = summed[:0] if norm_weight is None else torch.empty_like(summed)
@@ -332,7 +328,9 @@ def conv_residual_norm(
     gathered = torch.empty(ranks.size() * rows, branch.shape[1], dtype=branch.dtype,
                            device=branch.device)  # fmt: skip
     torch.distributed.all_gather_into_tensor(gathered, branch, group=ranks)
-    check_rows("conv_residual_norm", residual=residual)
+    check_rows("conv_residual_norm", residual=residual, norm_weight=norm_weight)
+    check_shapes("conv_residual_norm", "residual TH, norm_weight H", residual, norm_weight,
+                 T=partial.shape[0], H=partial.shape[1])  # fmt: skip
     summed = torch.empty(rows, width, dtype=residual.dtype, device=residual.device)
     normed = summed[:0] if norm_weight is None else torch.empty_like(summed)
     add_norm(gathered, residual, norm_weight, eps, normed, summed, 0, branch.shape[1])
@@ -362,6 +360,7 @@ def _by_rank_kernel(
 def _reduce_scatter(partial: Tensor, extra: Tensor | None, ranks: ProcessGroup) -> Tensor:
     """[T, H] partial sums on every rank -> this rank's contiguous channels [T, H / ranks]."""
     check_rows("conv_residual_norm", partial=partial, extra=extra)
+    check_shapes("conv_residual_norm", "partial TH=, extra TH=", partial, extra)
     (rows, width), count = partial.shape, ranks.size()
     if width % count:
         raise ValueError(f"conv_residual_norm: {width} channels do not divide among {count} ranks; "
