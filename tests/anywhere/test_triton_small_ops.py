@@ -286,10 +286,7 @@ FREE = {"table": 1, "pages": 2, "rows_of": 1, "state": 2, "k_state": 2, "v_state
 """First axes that may have any length: no other argument tells how long they are."""
 
 
-UNCHECKED = ("skinny_linear", "norm_gelu", "dmel_embed_norm")
-
-
-@pytest.mark.parametrize("op", [op for op in OPS if op not in UNCHECKED])
+@pytest.mark.parametrize("op", OPS)
 def test_arguments_that_do_not_go_together_are_refused(op: str) -> None:
     """Each axis of each argument is cut by one, and would be read as if it were whole.
 
@@ -312,7 +309,7 @@ def test_arguments_that_do_not_go_together_are_refused(op: str) -> None:
                         refused += 1
                     else:
                         assert not disagreements(contract(op), provider(op), {**drawn, name: cut})
-    assert refused > 4 or op == "route"  # there a column less is a sink less
+    assert refused > 2 or op == "route"  # there a column less is a sink less
 
 
 def test_dtypes_that_do_not_go_together_are_refused() -> None:

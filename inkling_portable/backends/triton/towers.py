@@ -15,6 +15,7 @@ from torch import Tensor
 from inkling_portable.backends.triton._common import (
     ceil_div,
     check_rows,
+    check_shapes,
     next_power_of_2,
     options,
     pdl,
@@ -61,6 +62,7 @@ def _norm(op: str, x: Tensor, weight: Tensor, eps: float, out: Tensor, gelu: boo
 def norm_gelu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See the contract."""
     check_rows("norm_gelu", x=x, weight=weight)
+    check_shapes("norm_gelu", "x TH=, weight H=", x, weight)
     return _norm(
         "norm_gelu",
         x,
@@ -97,6 +99,8 @@ def dmel_embed_norm(bins: Tensor, table: Tensor, weight: Tensor, eps: float) -> 
     """See the contract. A level outside [0, L) adds nothing."""
     check_rows("dmel_embed_norm", bins=bins, table=table, weight=weight)
     (frames, mel), width = bins.shape, table.shape[1]
+    check_shapes("dmel_embed_norm", "bins TM, table RH=, weight H=", bins, table, weight,
+                 R=table.shape[0] // mel * mel)  # fmt: skip
     out = torch.empty(frames, width, dtype=table.dtype, device=table.device)
     if frames:
         block = min(64, next_power_of_2(width))
