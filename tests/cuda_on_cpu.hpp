@@ -155,12 +155,9 @@ static float e4m3(int code) {
     if ((code & 127) == 127) v = NAN;
     return code & 128 ? -v : v;
 }
-DEVICE void e4m3_twice(u32 codes, float by, u32& first, u32& second) {
-    first = to_bf16(e4m3(codes & 255) * by) * 0x10001u;
-    second = to_bf16(e4m3(codes >> 8 & 255) * by) * 0x10001u;
-}
 DEVICE void e4m3_twice(u32 codes, u32& first, u32& second) {
-    e4m3_twice(codes, 0x1p119f, first, second);
+    first = to_bf16(e4m3(codes & 255) * 0x1p119f) * 0x10001u;
+    second = to_bf16(e4m3(codes >> 8 & 255) * 0x1p119f) * 0x10001u;
 }
 
 // mma.m16n8k16: of a, lane 4 g + t has rows g and g + 8 at k 2 t, 2 t + 1 and 8 more; of b the same k

@@ -18,27 +18,17 @@
 // of each 128, column 32 q + 8 i + 4 e + c stands at 32 i + 8 c + 2 q + e. The first product writes
 // for the second one in that order.
 //
-// A code's bits moved to bit 6 of a bfloat16 are its value times 2^-126; the product with its block
-// scale, kept times 2^SHIFT, is exact in bfloat16. Sums are multiplied by 2^(126 - SHIFT) at the end.
-//
 // Macros: K columns; W_ROW and S_ROW bytes of a row of codes and of scales; TOP_K; BLOCK codes of a
 // scale (16: E4M3, 32: E8M0); GAIN 1 if there are global scales; UP 1 for the first product, of which
 // INTERLEAVED is 1 if gate and up rows alternate, else HALF is the rows of each; GROUPS 2 or 4
 // warpgroups; NT tokens of a tile; N is the next one of NT, NT - GRAIN, .. LEAST; STAGES; RESIDENT
-// blocks of an SM at least. With COMBINE 1, only TOP_K and RESIDENT.
+// blocks of an SM at least. With COMBINE 1, only TOP_K, BLOCK and RESIDENT.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
-typedef unsigned long long u64;
+#include "routed_experts_common.cu"
 
 #ifndef ON_HOST
-#define DEVICE __device__ __forceinline__
-#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, RESIDENT)
 extern __shared__ __align__(1024) u8 memory[];
 
-DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void copy16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
                  : "memory");
@@ -67,33 +57,11 @@ DEVICE void await_turn(u32 at, int odd) {
 DEVICE void finish_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Shows what was copied to WGMMA.
 DEVICE void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Programmatic dependent launch: the next kernel may start; the previous one has finished.
-DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE u32 multiply_pairs(u32 a, u32 b) {
-    u32 d;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-}
-// Two E4M3 codes -> their values times `by`, each twice in a bfloat16 pair.
-DEVICE void e4m3_twice(u32 codes, float by, u32& first, u32& second) {
-    u32 halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)codes));
-    float a, b;
-    asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
-        : "=f"(a), "=f"(b) : "r"(halves));
-    a *= by;
-    b *= by;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(first) : "f"(a));
-    asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(second) : "f"(b));
-}
-DEVICE void barrier() { __syncthreads(); }
 // A warpgroup's registers for each thread, from and to what the block has.
 template <int COUNT>
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT>
 DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 DEVICE u32 to_bf16_pair(float low, float high) {
     u32 v;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
@@ -179,16 +147,6 @@ MULTIPLY(240, 14, 120, 121, 122, 123, 124)
 MULTIPLY(256, 15, 128, 129, 130, 131, 132)
 #endif
 
-DEVICE float from_bf16(u16 x) {
-    union { u32 bits; float value; } both;
-    both.bits = (u32)x << 16;
-    return both.value;
-}
-
-DEVICE u32 word_of(const uint4& words, int i) {
-    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
-}
-
 #if COMBINE
 // out[t] = the sum over slots s in order of weights[t, s] * parts[t * TOP_K + s]; eight columns a thread.
 KERNEL(256)
@@ -222,10 +180,7 @@ combine(const u16* parts, const int* ids, const float* weights, u16* out, int to
 }
 #else
 
-#define CHUNK 128  // columns of a step
 #define STEPS (K / CHUNK)
-#define SHIFT (BLOCK == 16 ? 119 : 63)
-#define UNSHIFT (BLOCK == 16 ? 0x1p7f : 0x1p63f)
 #define THREADS (128 * GROUPS)  // that multiply
 #define MORE 128                // that copy
 #define ROWS (64 * GROUPS)  // of a slab
@@ -251,27 +206,6 @@ static_assert(STAGES <= 3 * STEPS, "four lists are as many as the ring runs into
 #define LISTS_AT (SCALES_AT + STAGES * ROWS * SCALE_BYTES)
 #define BARRIERS_AT (LISTS_AT + 4 * NT * 4)
 #define TABLE_AT (BARRIERS_AT + 16 * STAGES)
-
-// Scales of the first and the last 16 codes, each twice in a pair, times 2^SHIFT.
-DEVICE void decode_scales(u32 codes, u32& first, u32& second) {
-    if (BLOCK == 16) {
-        e4m3_twice(codes, 0x1p119f, first, second);
-    } else {
-        // Codes above 190 would not fit and give NaN, as code 255 is by definition.
-        first = codes > 190 ? 0x7FFF7FFFu : (codes + 63) * 0x00800080u;
-        second = first;
-    }
-}
-
-// Eight codes times their scale: pairs (j, j + 4).
-DEVICE void decode(u32 word, u32 scale, u32* pairs) {
-    const u32 next = word >> 8;
-    // One multiplication moves the sign of a nibble to bit 15 and its value to bit 6.
-    pairs[0] = multiply_pairs(((word & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, scale);
-    pairs[1] = multiply_pairs(((word & 0x00F000F0u) * 0x0104u) & 0x81C081C0u, scale);
-    pairs[2] = multiply_pairs(((next & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, scale);
-    pairs[3] = multiply_pairs(((next & 0x00F000F0u) * 0x0104u) & 0x81C081C0u, scale);
-}
 
 // Row of the matrix that is fragment row `row` of slab `slab`. Rows g and g + 8 of a warp are those of
 // its lanes: neighbours; or gate and up of what stands at place 8 * warp + g of the arranged output.

@@ -137,8 +137,8 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inter
     most = max(step, (TEMPORARY_BYTES - inner.nbytes) // (pairs * 2) // step * step)
     columns = ceil_div(width, ceil_div(width, most) * step) * step
     parts = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
-    combine = kernel(SOURCE, "combine", (("COMBINE", 1), ("TOP_K", top_k), ("RESIDENT", 1)),
-                     x.device.index)  # fmt: skip
+    own = (("COMBINE", 1), ("TOP_K", top_k), ("BLOCK", BLOCKS[down.form]), ("RESIDENT", 1))
+    combine = kernel(SOURCE, "combine", own, x.device.index)
     # A step that no graph replays has many of these launches, which its host would be late with:
     # alike ones are prepared once, and only their place is changed.
     alike: dict[tuple[int, bool], tuple[Launch, Launch]] = {}
