@@ -15,6 +15,7 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("rel_attention", "triton"): ("cuda:sm90/132",),
     ("rms_norm", "triton"): ("cuda:sm90/132",),
     ("route", "triton"): ("cuda:sm90/132",),
+    ("routed_experts", "mma"): ("cuda:sm90/132",),
     ("sink_experts", "triton"): ("cuda:sm90/132",),
     ("skinny_linear", "triton"): ("cuda:sm90/132",),
 }
