@@ -80,10 +80,11 @@ def product(a, b, c, PRECISION: tl.constexpr):
 
 @triton.jit
 def scores(q, k, start, PRECISION: tl.constexpr):
-    """start [M, N] + q @ k transposed. In float32 `start` is added last: bias over scale is larger
-    than the sums on the way, and each would be rounded to its last place."""
+    """start [M, N] + q @ k transposed. In float32 `start`, larger than sums on the way, comes last,
+    by a fused product: a plain sum the compiler would make the beginning again."""
     if PRECISION == "ieee":
-        s = product(q, tl.trans(k.to(q.dtype)), tl.zeros_like(start), PRECISION) + start
+        s = product(q, tl.trans(k.to(q.dtype)), tl.zeros_like(start), PRECISION)
+        s = tl.fma(s, tl.full(s.shape, 1.0, tl.float32), start)
     else:
         s = product(q, tl.trans(k.to(q.dtype)), start, PRECISION)
     return s

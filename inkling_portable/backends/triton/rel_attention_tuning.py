@@ -135,7 +135,7 @@ def split(target: Target, shape: Shape, packed: int) -> Split:
     if target.vendor == "rocm":
         return _split_amd(target, shape, min(m, 64), 2 * units)
     if m <= 32 and target.shared_kib >= 200:
-        return _split_few_rows(shape, m, units, -(-packed // m), pdl)
+        return _split_few_rows(target, shape, m, units, -(-packed // m), pdl)
     if m <= 32:
         return Split(m, 64, 4, _stages(target, shape, m, 64, 2, 3), 2 * units, pdl=pdl)
     if _tma(target, shape, 128):
@@ -165,7 +165,9 @@ def _split_amd(target: Target, shape: Shape, m: int, programs: int) -> Split:
     return Split(m, n, 4, stages, programs)
 
 
-def _split_few_rows(shape: Shape, m: int, units: int, tiles: int, pdl: bool) -> Split:
+def _split_few_rows(
+    target: Target, shape: Shape, m: int, units: int, tiles: int, pdl: bool
+) -> Split:
     """The best of a sweep on an H200 (benchmarks/attention.py), by how much there is to read."""
     sequences = shape.batch * shape.kv_heads * tiles
     if shape.window:
@@ -174,13 +176,19 @@ def _split_few_rows(shape: Shape, m: int, units: int, tiles: int, pdl: bool) -> 
         # Requests that are cut into few pieces are joined by fewer, wider programs.
         pieces, part = (16, 64) if shape.max_kv <= 16384 else (64, 32)
         return Split(m, 128, 4, 2, 2 * units, part=part, pieces=pieces, pdl=pdl)
+    # By descriptors, which leave registers for twice the keys of a tile.
+    tma = m == 16 and shape.stored == 2 and _tma(target, shape, 128)
     if sequences * shape.max_kv > 524288:
         return Split(m, 64, 4, 2, 3 * units, least=4, pieces=256, pdl=pdl, registers=160)
     if sequences * shape.max_kv <= 16384:
+        if tma:
+            return Split(m, 128, 4, 2, units, tma=True, pdl=pdl)
         return Split(m, 64, 4, 3, units, pieces=256, pdl=pdl)
+    if tma and sequences * shape.max_kv > 131072:
+        return Split(m, 128, 4, 3, 2 * units, least=2, pieces=256, tma=True, pdl=pdl)
     # Up to here four programs share a multiprocessor; with more to read, two keep it as busy.
     several = 4 if sequences * shape.max_kv <= 131072 else 2
-    return Split(m, 64, 4, 2, several * units, least=4, pieces=256, pdl=pdl)
+    return Split(m, 64, 4, 2, several * units, least=4, pieces=256, tma=tma, pdl=pdl)
 
 
 def _split_some_rows(target: Target, shape: Shape, units: int, tiles: int, pdl: bool) -> Split:
