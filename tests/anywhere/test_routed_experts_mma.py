@@ -18,6 +18,7 @@ from torch import Tensor
 from inkling_portable.agreement import disagreements
 from inkling_portable.backends.cuda import OFFERS, compiled
 from inkling_portable.backends.cuda import routed_experts_mma as module
+from inkling_portable.backends.triton._common import launching_for
 from inkling_portable.backends.triton.routed_experts import Matrix
 from inkling_portable.registry import Facts, check_schema, contract
 from inkling_portable.target import Target
@@ -130,6 +131,9 @@ def test_served_shapes_stream(hidden: int, inner: int) -> None:
         for tokens in (1, 9, 36, module.FEW):
             settings = module.stream_settings(tokens, hidden, inner)
             assert any(one.shared(up, down, 6 * tokens) for one in settings), (block, tokens)
+            with launching_for(Target.parse("rtxpro6000")):  # 100 KiB, not 228
+                wanted = [one.shared(up, down, 6 * tokens) for one in settings]
+            assert max(wanted) < 99 << 10
 
 
 def test_row_gains_and_all_tokens_on_the_same_experts(

@@ -18,7 +18,12 @@ from torch import Tensor
 from inkling_portable.backends.cuda import routed_experts_wgmma as wgmma
 from inkling_portable.backends.cuda.compiled import kernel
 from inkling_portable.backends.triton import routed_experts as triton
-from inkling_portable.backends.triton._common import ceil_div, compute_units, next_power_of_2
+from inkling_portable.backends.triton._common import (
+    ceil_div,
+    compute_units,
+    next_power_of_2,
+    target,
+)
 from inkling_portable.backends.triton.routed_experts import BLOCKS, Matrix, matrix
 from inkling_portable.backends.triton.routed_experts_gemm import combine_kernel
 from inkling_portable.backends.triton.routed_experts_sort import make_plan
@@ -88,7 +93,8 @@ class Stream:
         named = 8 * (_listed(pairs) + up.codes.shape[0] + 2 * self.stages + 32)
         named += 1024 * (self.warps * self.up_tiles + 1)
         named += 2 * up.inner * self.warps // self.up_warps_k
-        return wanted if all(stages) and self.resident * (wanted + named) <= 228 << 10 else 0
+        most = (target().shared_kib or 227) + 1 << 10
+        return wanted if all(stages) and self.resident * (wanted + named) <= most else 0
 
 
 def _listed(pairs: int) -> int:
