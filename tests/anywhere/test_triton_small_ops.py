@@ -135,7 +135,7 @@ def test_one_row_products(op: str) -> None:
 
 
 def test_long_sums_of_hopper_are_put_together_outside() -> None:
-    """Sums of many rows are kept for four steps; here the fifth to seventh step is left over."""
+    """Sums of many rows are kept for two steps; here the seventh is left over."""
     arguments = {"x": fill((70, 440), torch.bfloat16, "normal", 1),
                  "weight": fill((20, 440), torch.bfloat16, "normal", 2)}  # fmt: skip
     with launching_for(Target.parse("h200")), dependent_launch(False):
