@@ -252,6 +252,8 @@ def serving_section(losses: dict[str, str]) -> list[str]:
              "|---" * (5 + len(titles(found))) + "|"]  # fmt: skip
     for case in dict.fromkeys(key[3] for key in found if key[2] == 0):
         rows = {v: found[v, "", 0, case] for v in VARIANTS if (v, "", 0, case) in found}
+        if "plugin" not in rows:  # then as asked for, if it ran
+            rows |= {v: found[v, a, 0, case] for v, a in titles(found) if (v, a, 0, case) in found}
         values = {v: float(row.get("ms") or row["tokens/s"]) for v, row in rows.items()}
         if "plugin" not in values:
             continue

@@ -186,7 +186,7 @@ def on_accelerator() -> bool:
 
 
 BESIDE_TO = -1
-"""Rows of a step whose sinks run beside the routed experts: none until it is measured."""
+"""Rows of a step whose sinks run beside the routed experts: none, it gains nothing on an H200."""
 
 
 @functools.cache
