@@ -267,6 +267,8 @@ def test_bad_arguments_are_named() -> None:
     x, wide = torch.zeros(2, 32), torch.zeros(2, 20000)
     with pytest.raises(ValueError, match=r"x has 17 rows"):
         provider("skinny_linear")(torch.zeros(17, 32), x)
+    with pytest.raises(ValueError, match=r"skinny_linear: weight .*bfloat16"):
+        provider("skinny_linear")(x, x.bfloat16())
     with pytest.raises(ValueError, match=r"x needs a contiguous last axis"):
         provider("rms_norm")(torch.zeros(32, 2).t(), x[0], 1e-6, None)
     with pytest.raises(ValueError, match=r"rows of 20000 values are beyond 16384"):

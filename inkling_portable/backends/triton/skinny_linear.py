@@ -16,6 +16,7 @@ from inkling_portable.backends.reference.linear import check_skinny
 from inkling_portable.backends.triton._common import (
     ceil_div,
     check_rows,
+    check_shapes,
     compute_units,
     is_rocm,
     next_power_of_2,
@@ -289,4 +290,5 @@ def skinny_linear(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """See the contract."""
     check_skinny(x, weight)
     check_rows("skinny_linear", x=x, weight=weight)
+    check_shapes("skinny_linear", "x MK=, weight NK=", x, weight)
     return product(x, weight, x.dtype, scale=scale)
