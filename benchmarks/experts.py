@@ -1,16 +1,19 @@
 """Time the routed experts from route output to combined output, on one GPU, from a cold cache.
 
-    python -m benchmarks.experts [--models large-tp8,large-tp4,small-tp1,small-tp2]
-        [--formats nvfp4,mxfp4,fp8,bf16] [--tokens 1,4,16] [--peers] [--kernels] [--no-check]
-        [--tune] [--proxy] [--out FILE]
+    python -m benchmarks.experts [--models large-tp8,large-tp4,small-tp1,small-tp2:mxfp4]
+        [--formats nvfp4,mxfp4,fp8,bf16] [--tokens 1,4,16] [--peers] [--proxy]
+        [--tiles mi300x,mi355x] [--kernels] [--no-check] [--tune] [--together] [--out FILE]
 
 Each call routes its tokens to other experts (spread routing), so that weights come from memory.
 Every timed shape is first held to its contract: the dequantised experts one by one, in float64.
 The floor is the bytes of the chosen experts at the chip's bandwidth, or the products at its matrix
-rate if that is more. `--peers` times vLLM's Humming and Marlin on the same weights and routing,
-`--kernels` adds the time of each kernel, `--tune` tries launch settings of the CUDA kernels first
-and reports with the best ones, `--proxy` instead runs the MI300X settings here against what vLLM
-does on that chip.
+rate if that is more. `--peers` times vLLM's Humming and Marlin on the same weights and routing (for
+NVFP4 and MXFP4), `--proxy` what vLLM does with them on an MI300X. `--tiles mi300x` also times our
+Triton kernels with what the tuning picks for that chip. `--kernels` adds the time of each kernel,
+`--tune` tries launch settings of the CUDA kernels first and reports with the best ones.
+With `--together` a process for each model and format makes ready what takes its peers a minute to
+compile, side by side with the others; then all are timed one after the other. What is not ready
+after `--seconds` is timed last.
 """
 
 from __future__ import annotations
@@ -18,9 +21,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +47,9 @@ MODELS = {"large-tp8": (6144, 384), "large-tp4": (6144, 768), "small-tp2": (4096
 FORMATS = ("nvfp4", "mxfp4", "fp8", "bf16")
 TOKENS = (1, 2, 4, 9, 16, 36, 64, 256, 1024, 8192)
 MATRIX_TFLOPS = 989  # H200, dense bfloat16
+LATEST = 900  # seconds after which a process that still makes its peers ready is given up
+Provider = Callable[..., Tensor]
+Peer = Callable[[dict[str, Any]], Tensor]
 
 
 def stack(form: str, rows: int, columns: int, device: str) -> tuple[Tensor | None, ...]:
@@ -120,53 +129,136 @@ def calls_for(tokens: int) -> int:
     return 40 if tokens <= 2 else 12 if tokens <= 64 else 4 if tokens <= 1024 else 2
 
 
-Provider = Callable[..., Tensor]
+def launched_for(machine: Target, /, **call: Any) -> Tensor:
+    """Our Triton kernels as they would be launched on `machine`."""
+    with launching_for(machine):
+        return triton_experts.routed_experts(**call)
 
 
-def providers(form: str) -> dict[str, Provider]:
-    """Ours, by name."""
+def providers(form: str, tiles: Sequence[str] = ()) -> dict[str, Provider]:
+    """Ours, by name; Triton's also with the settings of other chips, `tiles`."""
     found: dict[str, Provider] = {}
     if form in ("nvfp4", "mxfp4") and torch.cuda.get_device_capability() >= (9, 0):
         found["mma"] = routed_experts_mma.routed_experts
-    return {**found, "triton": triton_experts.routed_experts}
+    found["triton"] = triton_experts.routed_experts
+    for chip in tiles:
+        found[f"triton, tiles of {chip}"] = partial(launched_for, Target.parse(chip))
+    return found
 
 
-def measure(model: str, form: str, tokens: int, weights: dict[str, Any], peers: dict[str, Any],
-            check: bool, kernels: bool) -> dict[str, Any]:  # fmt: skip
-    """One row of the table."""
-    hidden, width = MODELS[model]
-    sets = tokens_of(hidden, tokens, calls_for(tokens))
-    if tokens > 1:
-        sets = realistic(sets)
-    faults: list[str] = []
-    runs: dict[str, list[Callable[[], Tensor]]] = {}
-    for name, provider in providers(form).items():
-        if check:
-            faults += disagreements(contract("routed_experts"), provider, {**weights, **sets[0]})
-        runs[name] = [partial(provider, **weights, **one) for one in sets]
-    for name, peer in peers.items():
-        runs[name] = [partial(peer, one) for one in sets]
-    times, temporary = {}, {}
-    for name, calls in runs.items():
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        calls[-1]()
-        temporary[name] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 2)
-        times[name] = round(median_us(calls), 2)
-    bandwidth = Target.detect().bandwidth_gbs or 4800
-    floors = [floor_us(model, weights, one["ids"], bandwidth) for one in sets]
-    row: dict[str, Any] = {
-        "op": "routed_experts", "model": model, "hidden": hidden, "width": width, "format": form,
-        "tokens": tokens, "distinct": sum(len(one["ids"].unique()) for one in sets) / len(sets),
-        "floor_us": round(sum(floors) / len(floors), 2), "us": times, "temporary_mb": temporary,
-        "contract": faults or ("holds" if check else "unchecked"),
-    }  # fmt: skip
-    if kernels:
-        row["kernels_us"] = {name: by_kernel(calls) for name, calls in runs.items()}
-    return row
+class Table:
+    """Rows of one model and format, with contracts and peers made ready before any is timed."""
+
+    def __init__(self, model: str, form: str, asked: argparse.Namespace) -> None:
+        self.model, self.form, self.asked = model, form, asked
+        self.tokens = [int(n) for n in asked.tokens.split(",")]
+        tiles = [chip for chip in asked.tiles.split(",") if chip]
+        self.providers = providers(form, tiles)
+        self.weights = weights_of(model, form)
+        self.verdicts: dict[int, Any] = {}
+        self.peers: dict[int, dict[str, Peer]] = {tokens: {} for tokens in self.tokens}
+
+    def prepare(self, seconds: float) -> None:
+        """Check, and let the peers compile; begin nothing else once `seconds` are over."""
+        start = time.monotonic()
+        if not self.asked.tune:
+            self.check(self.tokens, start + seconds / 3)
+        if self.asked.peers or self.asked.proxy:
+            self.prepare_peers(start + seconds)
+        if not self.asked.tune:
+            self.check(self.tokens, start + seconds)
+        torch.cuda.empty_cache()
+
+    def data(self, tokens: int, count: int) -> list[dict[str, Any]]:
+        sets = tokens_of(MODELS[self.model][0], tokens, count)
+        return realistic(sets) if tokens > 1 else sets
+
+    def check(self, tokens_list: list[int], until: float) -> None:
+        """Hold the shapes that are not yet to their contract, as long as there is time."""
+        for tokens in tokens_list:
+            if self.asked.no_check or time.monotonic() > until:
+                return
+            if tokens not in self.verdicts:
+                call, op = {**self.weights, **self.data(tokens, 1)[0]}, contract("routed_experts")
+                faults = [f"{name}: {reason}" for name, provider in self.providers.items()
+                          for reason in disagreements(op, provider, call)]  # fmt: skip
+                self.verdicts[tokens] = faults or "holds"
+                torch.cuda.empty_cache()  # others may be at work beside
+
+    def prepare_peers(self, until: float) -> None:
+        from benchmarks.experts_peers import peers
+
+        calls = [self.data(tokens, 1)[0] for tokens in self.tokens]
+        for name, make in peers(self.weights, TOP_K, self.asked.peers, self.asked.proxy).items():
+            try:
+                peer = make()
+                for tokens, call in zip(self.tokens, calls, strict=True):
+                    if time.monotonic() > until:
+                        break
+                    peer(call)
+                    torch.cuda.synchronize()
+                    self.peers[tokens][name] = peer
+            except Exception as error:
+                print(f"{self.model} {self.form}: peer {name} is absent: {type(error).__name__}: "
+                      f"{str(error)[:400]}", file=sys.stderr, flush=True)  # fmt: skip
+
+    def row(self, tokens: int) -> dict[str, Any]:
+        """One row of the table."""
+        settings: dict[str, Any] = {}
+        if self.asked.tune and "mma" in self.providers:
+            from benchmarks.experts_tune import tune
+
+            settings = tune(self.model, self.weights, tokens)
+        if self.asked.tune:
+            self.check([tokens], float("inf"))
+        row = self.measure(tokens)
+        if settings:
+            row["settings"] = settings
+        torch.cuda.empty_cache()
+        return row
+
+    def measure(self, tokens: int) -> dict[str, Any]:
+        hidden, width = MODELS[self.model]
+        sets = self.data(tokens, calls_for(tokens))
+        runs: dict[str, list[Callable[[], Tensor]]] = {}
+        for name, provider in self.providers.items():
+            runs[name] = [partial(provider, **self.weights, **one) for one in sets]
+        for name, peer in self.peers[tokens].items():
+            # All experts at once are hundreds of times an L2: a few calls are cold as well.
+            some = sets[:4] if unpacks(name, self.form) else sets
+            runs[name] = [partial(peer, one) for one in some]
+        times, temporary, differences = {}, {}, {}
+        ours: Tensor | None = None
+        for name, calls in runs.items():
+            got = calls[0]().double()
+            ours = got if ours is None else ours
+            differences[name] = round(((got - ours).norm() / ours.norm()).item(), 5)
+            for call in calls[1:]:
+                call()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            calls[-1]()
+            temporary[name] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 2)
+            times[name] = round(median_us(calls, *((7, 4) if unpacks(name, self.form) else ())), 2)
+        bandwidth = Target.detect().bandwidth_gbs or 4800
+        floors = [floor_us(self.model, self.weights, one["ids"], bandwidth) for one in sets]
+        row: dict[str, Any] = {
+            "op": "routed_experts", "model": self.model, "hidden": hidden, "width": width,
+            "format": self.form, "tokens": tokens,
+            "distinct": sum(len(one["ids"].unique()) for one in sets) / len(sets),
+            "floor_us": round(sum(floors) / len(floors), 2), "us": times,
+            "temporary_mb": temporary, "difference": differences,
+            "contract": self.verdicts.get(tokens, "unchecked"),
+        }  # fmt: skip
+        if self.asked.kernels:
+            row["kernels_us"] = {name: by_kernel(calls) for name, calls in runs.items()}
+        return row
+
+
+def unpacks(peer: str, form: str) -> bool:
+    """Whether a peer unpacks all experts on each call."""
+    return form == "mxfp4" and peer in ("emulation", "whole stack")
 
 
 def by_kernel(calls: Sequence[Callable[[], Any]]) -> dict[str, float]:
@@ -181,25 +273,66 @@ def by_kernel(calls: Sequence[Callable[[], Any]]) -> dict[str, float]:
             for e in found.key_averages() if e.self_device_time_total}  # fmt: skip
 
 
-def proxy(model: str, tokens_list: list[int]) -> list[dict[str, Any]]:
-    """MXFP4 by Triton as an MI300X would launch it, and by unpacking all experts, on this GPU."""
-    from benchmarks.experts_peers import whole_stack
+def line(row: dict[str, Any]) -> str:
+    times = "  ".join(f"{k} {v:.1f}" for k, v in row["us"].items())
+    return (f"{row['model']} {row['format']} {row['tokens']} tokens: {times} us  floor "
+            f"{row['floor_us']:.1f}  distinct {row['distinct']:.0f}  {row['contract']}  "
+            f"{row.get('settings', '')}  {row.get('kernels_us', '')}")  # fmt: skip
 
-    weights, results = weights_of(model, "mxfp4"), []
-    peer = whole_stack(weights)
-    for tokens in tokens_list:
-        sets = realistic(tokens_of(MODELS[model][0], tokens, calls_for(tokens)))
-        with launching_for(Target.parse("mi300x")):
-            ours = [lambda one=one: triton_experts.routed_experts(**weights, **one) for one in sets]
-            got = ours[0]()
-            mine = median_us(ours)
-        theirs = [lambda one=one: peer(one) for one in sets[:4]]
-        difference = (got.float() - theirs[0]().float()).norm() / got.float().norm()
-        times = {"triton, MI300X settings": mine, "whole stack": median_us(theirs, 5, 4)}
-        results.append({"model": model, "format": "mxfp4", "tokens": tokens, "us": times,
-                        "difference": difference.item()})  # fmt: skip
-        print(json.dumps(results[-1]), flush=True)
-    return results
+
+def take_part(link: Any, model: str, form: str, asked: argparse.Namespace) -> None:
+    """Make a table ready, say so, and time the rows that are asked for; in a process of its own."""
+    torch.manual_seed(0)
+    table = Table(model, form, asked)
+    table.prepare(asked.seconds)
+    link.send("ready")
+    with suppress(EOFError):  # the end: nothing more is asked for
+        while tokens := link.recv():
+            try:
+                link.send(table.row(tokens))
+            except Exception as error:
+                print(f"{model} {form} {tokens} tokens: {type(error).__name__}: {str(error)[:300]}",
+                      file=sys.stderr, flush=True)  # fmt: skip
+                link.send(None)
+
+
+def answer(link: Any, name: tuple[str, str], until: float) -> Any:
+    """What the process of a table sends until then; None where it sends nothing or has died."""
+    try:
+        return link.recv() if link.poll(max(0.0, until - time.monotonic())) else None
+    except EOFError:
+        print(f"{' '.join(name)}: its process has ended", file=sys.stderr, flush=True)
+        return None
+
+
+def together(
+    work: list[tuple[str, str]], asked: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
+) -> None:
+    """`keep` every row: a process for each model and format, one of them timing at a time."""
+    context, waiting, workers = get_context("spawn"), {}, {}
+    start, tokens_list = time.monotonic(), [int(n) for n in asked.tokens.split(",")]
+    try:
+        for name in work:
+            waiting[name], other = context.Pipe()
+            workers[name] = context.Process(target=take_part, args=(other, *name, asked))
+            workers[name].start()
+            other.close()
+        for seconds in (asked.seconds, LATEST):
+            ready = [name for name in waiting if answer(waiting[name], name, start + seconds)]
+            print(f"ready after {time.monotonic() - start:.0f} s: "
+                  f"{', '.join(' '.join(name) for name in ready)}", flush=True)  # fmt: skip
+            links = {name: waiting.pop(name) for name in ready}
+            waiting = {name: link for name, link in waiting.items() if workers[name].is_alive()}
+            for tokens, (name, link) in itertools.product(tokens_list, links.items()):
+                try:
+                    link.send(tokens)
+                except BrokenPipeError:
+                    continue
+                if row := answer(link, name, time.monotonic() + LATEST):
+                    keep(row)
+    finally:
+        for worker in workers.values():
+            worker.terminate()
 
 
 def write(path: Path | None, results: list[dict[str, Any]]) -> None:
@@ -215,40 +348,36 @@ def main() -> None:
     parser.add_argument("--formats", default="nvfp4")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--proxy", action="store_true")
+    parser.add_argument("--tiles", default="", help="other chips, comma-separated")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--proxy", action="store_true")
+    parser.add_argument("--together", action="store_true")
+    parser.add_argument("--seconds", type=float, default=120, help="to make ready --together")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    models, forms = asked.models.split(","), asked.formats.split(",")
-    tokens_list = [int(n) for n in asked.tokens.split(",")]
     started, results = time.perf_counter(), []
-    torch.manual_seed(0)
-    if asked.proxy:
-        results = [row for model in models for row in proxy(model, tokens_list)]
+
+    def keep(row: dict[str, Any]) -> None:
+        results.append(row)
         write(asked.out, results)
-        models = []
-    for model, form in itertools.product(models, forms):
-        weights, peers = weights_of(model, form), {}
-        if asked.peers:
-            from benchmarks.experts_peers import peers as vllm
+        print(line(row), flush=True)
 
-            peers = vllm(MODELS[model][0], weights, TOP_K)
-        for tokens in tokens_list:
-            settings = {}
-            if asked.tune and "mma" in providers(form):
-                from benchmarks.experts_tune import tune
-
-                settings = tune(model, weights, tokens)
-            row = measure(model, form, tokens, weights, peers, not asked.no_check, asked.kernels)
-            results.append(row | ({"settings": settings} if settings else {}))
-            write(asked.out, results)
-            times = "  ".join(f"{k} {v:.1f}" for k, v in row["us"].items())
-            print(f"{model} {form} {tokens} tokens: {times} us  floor {row['floor_us']:.1f}  "
-                  f"distinct {row['distinct']:.0f}  {row['contract']}  {settings or ''}  "
-                  f"{row.get('kernels_us', '')}", flush=True)  # fmt: skip
-        del weights, peers
+    work = []
+    for one in asked.models.split(","):
+        model, _, form = one.partition(":")
+        work += [(model, f) for f in ([form] if form else asked.formats.split(","))]
+    if asked.together:
+        together(work, asked, keep)
+        work = []
+    torch.manual_seed(0)
+    for model, form in work:
+        table = Table(model, form, asked)
+        table.prepare(float("inf"))
+        for tokens in table.tokens:
+            keep(table.row(tokens))
+        del table
     print(f"{time.perf_counter() - started:.0f} s")
 
 

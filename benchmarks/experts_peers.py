@@ -1,14 +1,16 @@
-"""vLLM's own NVFP4 experts, called in place: its fused layer with Humming and with Marlin kernels.
+"""vLLM's own experts, called in place: its fused layer with Humming, Marlin and its emulation.
 
 The layer is built as vLLM builds it, filled with the benchmark's weights, and repacked by its own
 code; what is timed is its method's `apply`, from the router's weights and ids to the combined sum.
-Nothing here is imported unless vLLM is; a peer that fails is absent and its reason is printed.
+The emulation is what vLLM 0.33 takes on an MI300X: for MXFP4 it unpacks all experts to bfloat16 on
+every call, by a kernel of Quark's, and for NVFP4 it unpacks in its product. vLLM is imported only
+when a peer is made.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +23,22 @@ Peer = Callable[[dict[str, Any]], torch.Tensor]
 BACKENDS = ("humming", "marlin")
 
 
-def peers(hidden: int, weights: dict[str, Any], top_k: int) -> dict[str, Peer]:
-    """Name -> a function of a call's x, ids and weights; empty for formats but NVFP4."""
-    found: dict[str, Peer] = {}
-    if weights["format"] != "nvfp4":
-        return found
-    for name in BACKENDS:
-        try:
-            found[name] = _layer(name, hidden, weights, top_k)
-        except Exception as error:
-            print(f"peer {name} is absent: {type(error).__name__}: {str(error)[:400]}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+def peers(
+    weights: dict[str, Any], top_k: int, kernels: bool, emulation: bool
+) -> dict[str, Callable[[], Peer]]:
+    """Name -> what makes a function of a call's x, ids and weights; for NVFP4 and MXFP4.
+
+    Making one raises where vLLM refuses, as its emulation of MXFP4 does without Quark: "whole
+    stack" is the same work with an unpacking kernel of ours.
+    """
+    if weights["format"] not in ("nvfp4", "mxfp4"):
+        return {}
+    names = (("emulation",) if emulation else ()) + (BACKENDS if kernels else ())
+    found: dict[str, Callable[[], Peer]] = {
+        name: partial(_layer, name, weights, top_k) for name in names
+    }
+    if emulation and weights["format"] == "mxfp4":
+        found["whole stack"] = partial(whole_stack, weights)
     return found
 
 
@@ -42,39 +49,46 @@ def _start() -> None:
         initialize_model_parallel,
         parallel_state,
     )
+    from vllm.utils.network_utils import get_open_port
     from vllm.v1.worker import workspace
 
     if parallel_state.model_parallel_is_initialized():
         return
-    init_distributed_environment(1, 0, "tcp://127.0.0.1:29517", 0, "nccl")
+    init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "nccl")
     initialize_model_parallel(1, 1)
     workspace.init_workspace_manager(torch.device("cuda:0"))
 
 
-def _layer(backend: str, hidden: int, weights: dict[str, Any], top_k: int) -> Peer:
+def _layer(backend: str, weights: dict[str, Any], top_k: int) -> Peer:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.config.kernel import KernelConfig
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
     from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+    from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
 
     config: Any = VllmConfig(kernel_config=KernelConfig(moe_backend=backend))
-    width, experts = weights["w2"].shape[2] * 2, weights["w2"].shape[0]
+    experts, hidden, packed = weights["w2"].shape
+    nvfp4 = weights["format"] == "nvfp4"
+    quantization: Any = Mxfp4Config()
+    if nvfp4:
+        quantization = ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True)
 
     def select(hidden_states: Any, gating_output: Any, topk: int, renormalize: bool) -> Any:
         raise RuntimeError("the benchmark routes by itself")
 
-    torch.set_default_dtype(torch.bfloat16)
     with set_current_vllm_config(config), torch.device("cuda"):
         _start()
-        runner: Any = FusedMoEFactory(
-            num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=width,
-            renormalize=False, prefix="model.layers.0.mlp.experts",
-            quant_config=ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True),
-            custom_routing_function=select, router_logits_dtype=torch.float32, activation="silu",
-            reduce_results=False,
-        )  # fmt: skip
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            runner: Any = FusedMoEFactory(
+                num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=2 * packed,
+                renormalize=False, prefix="model.layers.0.mlp.experts",
+                quant_config=quantization, custom_routing_function=select,
+                router_logits_dtype=torch.float32, activation="silu", reduce_results=False,
+            )  # fmt: skip
+        finally:
+            torch.set_default_dtype(torch.float32)
         layer = runner.routed_experts
 
         def halves(t: torch.Tensor) -> torch.Tensor:
@@ -84,10 +98,11 @@ def _layer(backend: str, hidden: int, weights: dict[str, Any], top_k: int) -> Pe
         layer.w2_weight.data.copy_(weights["w2"])
         layer.w13_weight_scale.data.view(torch.uint8).copy_(halves(weights["w13_scale"]))
         layer.w2_weight_scale.data.view(torch.uint8).copy_(weights["w2_scale"])
-        layer.w13_weight_scale_2.data.copy_(weights["w13_global"][:, None].expand(-1, 2))
-        layer.w2_weight_scale_2.data.copy_(weights["w2_global"])
-        layer.w13_input_scale.data.fill_(1.0)
-        layer.w2_input_scale.data.fill_(1.0)
+        if nvfp4:
+            layer.w13_weight_scale_2.data.copy_(weights["w13_global"][:, None].expand(-1, 2))
+            layer.w2_weight_scale_2.data.copy_(weights["w2_global"])
+            layer.w13_input_scale.data.fill_(1.0)
+            layer.w2_input_scale.data.fill_(1.0)
         layer.quant_method.process_weights_after_loading(layer)
 
     def run(call: dict[str, Any]) -> torch.Tensor:
@@ -113,10 +128,9 @@ def _dequantise(
 
 
 def whole_stack(weights: dict[str, Any]) -> Peer:
-    """What vLLM does with MXFP4 on gfx942: all experts to bfloat16 on every call, then its GEMM.
+    """All experts to bfloat16 on every call, then vLLM's Triton kernels for bfloat16.
 
-    Its dequantisation is Quark's, which this machine lacks; ours takes its place at the speed of
-    memory, so the incumbent is flattered.
+    In Quark's place ours unpacks at the speed of memory, so the incumbent is flattered.
     """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import fused_experts
