@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from inkling_portable.backends.triton import rel_attention_tuning as tuning
+from inkling_portable.backends.triton._common import is_rocm
 from inkling_portable.backends.triton.rel_attention_decode import attend_split, combine_split
 from inkling_portable.backends.triton.rel_attention_prefill import attend_whole
 from inkling_portable.backends.triton.rel_attention_tuning import Plan, Shape, Split, Whole
@@ -157,10 +158,12 @@ def _launch_whole(
 
 
 def _precision(q: Tensor) -> str:
-    # The contract's float32 is IEEE; tensor cores would round the inputs to 10 bits.
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return "wide" if q.dtype == torch.bfloat16 else "ieee"
-    return "ieee" if q.dtype == torch.float32 else "native"
+    # The contract's float32 is IEEE; tensor cores would round the inputs to 10 bits. On AMD a bias
+    # that is added last would take registers which are not there.
+    if q.dtype == torch.float32:
+        return "ieee" if is_rocm() else "last"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return "wide" if interpreted and q.dtype == torch.bfloat16 else "native"
 
 
 def _rows(cache: Tensor) -> tuple[int, int, int] | None:

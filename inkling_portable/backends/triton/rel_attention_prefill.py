@@ -90,7 +90,7 @@ def attend_whole(
                 far_lse + tl.cast(head, tl.int64) * rows + start + token, mask=has_far,
                 other=float("-inf"),
             )  # fmt: skip
-            m = lse if PRECISION == "ieee" else lse * LOG2E
+            m = lse if PRECISION == "ieee" or PRECISION == "last" else lse * LOG2E
             z = tl.where(has_far, 1.0, 0.0)
             acc = tl.load(
                 out + line * out_t + ((token - lead) * out_t + head * out_h)[:, None] + d * out_d,

@@ -71,7 +71,7 @@ def product(a, b, c, PRECISION: tl.constexpr):
     """c + a @ b in float32. "wide" is for the interpreter, which takes bfloat16 for integers."""
     if PRECISION == "wide":
         c = tl.dot(a.to(tl.float32), b.to(tl.float32), c)
-    elif PRECISION == "ieee":
+    elif PRECISION == "ieee" or PRECISION == "last":
         c = tl.dot(a, b, c, input_precision="ieee")
     else:
         c = tl.dot(a, b, c)
@@ -80,9 +80,9 @@ def product(a, b, c, PRECISION: tl.constexpr):
 
 @triton.jit
 def scores(q, k, start, PRECISION: tl.constexpr):
-    """start [M, N] + q @ k transposed. In float32 `start`, larger than sums on the way, comes last,
+    """start [M, N] + q @ k transposed. "last": `start`, larger than sums on the way, is added last,
     by a fused product: a plain sum the compiler would make the beginning again."""
-    if PRECISION == "ieee":
+    if PRECISION == "last":
         s = product(q, tl.trans(k.to(q.dtype)), tl.zeros_like(start), PRECISION)
         s = tl.fma(s, tl.full(s.shape, 1.0, tl.float32), start)
     else:
@@ -97,7 +97,7 @@ def power(x, PRECISION: tl.constexpr):
     The hardware's exponential is off by up to four units in the last place of a float32, hence a
     polynomial there (x = n ln 2 + r, |r| < 0.35). x <= 0.
     """
-    if PRECISION == "ieee":
+    if PRECISION == "ieee" or PRECISION == "last":
         n = tl.floor(tl.maximum(x, -88.0) * LOG2E + 0.5)
         r = (tl.maximum(x, -88.0) - n * 0.693359375) + n * 2.12194440e-4
         y = 1.0 + r * (1.0 + r * (0.5 + r * (1 / 6 + r * (1 / 24 + r * (1 / 120 + r / 720)))))
@@ -115,7 +115,7 @@ def fold(m, z, acc, s, factor, v, PRECISION: tl.constexpr):
     2: then scaling, shifting and the exponential are two instructions; in float32 that rounding
     would show. A row may have no visible key so far: its maximum stays -inf, its sums stay 0.
     """
-    if PRECISION == "ieee":
+    if PRECISION == "ieee" or PRECISION == "last":
         unit = factor
     else:
         unit = factor * LOG2E
