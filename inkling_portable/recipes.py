@@ -57,9 +57,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("strategy", choices=STRATEGIES)
     parser.add_argument("--model", default="thinkingmachines/Inkling-NVFP4")
     parser.add_argument("--gpus", type=positive, default=8, help="GPUs of one node")
-    parser.add_argument("--nodes", type=positive, default=2, help="of multi_node ones")
-    parser.add_argument("--head", default="node0", help="address of the first node")
-    found = render(**vars(parser.parse_args(argv)))
+    parser.add_argument("--nodes", type=positive, help="of multi_node ones, 2 where not given")
+    parser.add_argument("--head", help="address of the first node of several, node0 if not given")
+    asked = parser.parse_args(argv)
+    for name in ("nodes", "head"):
+        if getattr(asked, name) is not None and not asked.strategy.startswith("multi_node"):
+            parser.error(f"--{name} needs a multi_node strategy; {asked.strategy} has lines of one "
+                         f"node each, so leave --{name} out")  # fmt: skip
+    found = render(asked.strategy, asked.model, asked.gpus, asked.nodes or 2, asked.head or "node0")
     ranks = int(found[0][found[0].index("--tensor-parallel-size") + 1])
     if ranks not in SPLITS:
         parser.error(f"tensor parallelism needs one of {SPLITS} ranks; --gpus and --nodes give "

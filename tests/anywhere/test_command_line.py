@@ -16,6 +16,7 @@ ELSEWHERE = [
     ["record", "--out", "no/such/folder/file"], ["verify", "--out", "no/such/folder/file"],
     ["compare", ".", "."], ["tiny", f"{__file__}/model"],
     ["recipe", "single_node_tp", "--gpus", "3"], ["recipe", "multi_node_tp", "--nodes", "5"],
+    ["recipe", "single_node_tep", "--nodes", "2"], ["recipe", "pd_cluster", "--head", "a"],
 ]  # fmt: skip
 
 
