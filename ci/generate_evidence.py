@@ -25,6 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 TARGET = ROOT / "inkling_portable" / "backends" / "evidence.py"
 # What vLLM runs as shipped, under its names in the results; of several, the best for each shape.
 ENGINE = ("vllm", "fa4 x1", "humming", "marlin")
+LIBRARY = {"skinny_linear": ("cublas",)}  # what its linear layers call
 # Our providers under theirs.
 OURS = {"ours": "triton", "triton": "triton", "mma": "mma"}
 WAVERING = 1.02
@@ -41,7 +42,8 @@ def timings(report: dict[str, Any]) -> Iterator[tuple[str, str, bool, float, flo
         times = row["us"]
         op = row.get("op", report.get("op", "rel_attention"))
         right = bool(row.get("right", row.get("contract") == "holds"))
-        engine = min((times[name] for name in ENGINE if name in times), default=None)
+        engines = (*ENGINE, *LIBRARY.get(op, ()))
+        engine = min((times[name] for name in engines if name in times), default=None)
         for name, provider in OURS.items():
             if name in times:
                 yield op, provider, right, times[name], engine

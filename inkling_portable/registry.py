@@ -183,7 +183,7 @@ class Offer:
 
     @property
     def is_layer(self) -> bool:
-        """Whether the engine's layer of experts is built, so that there is no function."""
+        """Whether a layer of the engine serves, so that there is no function."""
         return self.code == "engine"
 
     @property
@@ -448,7 +448,7 @@ def _choose_one(
 class Resolved:
     """The outcome: one plain function per op as attributes, and `decisions`, the log.
 
-    `routed_experts` is None where the engine's own layer was chosen.
+    `routed_experts` and `skinny_linear` are None where the engine's own layers were chosen.
     """
 
     def __init__(self, target: Target, facts: Facts, decisions: tuple[Decision, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Offers that are the engine's own: vLLM's fused mixture-of-experts layer.
+"""Offers that are the engine's own: its fused mixture-of-experts layer, its linear layers.
 
 Its refusals that we know of are written here as data, with the versions they hold for, so that
 `explain` can state them for a machine that is not present. The engine is never probed.
@@ -40,4 +40,6 @@ OFFERS: tuple[Offer, ...] = (
     # is chosen.
     Offer("routed_experts", "engine", "engine", (needs(vllm=">=0.26,<0.34"), engine_has_experts),
           only_if_asked=unpacks_everything, invariant=True),
+    # Linear layers as the engine builds them, for every number of rows.
+    Offer("skinny_linear", "engine", "engine", (needs(vllm=""),), invariant=True),
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Opt-in: plain linear layers of few rows through the op `skinny_linear`.
+"""Plain linear layers of few rows through the op `skinny_linear`, where it is chosen.
 
-`INKLING_PORTABLE=skinny_linear=triton` hands it qkvr, o_proj, the dense MLP and the head, for at
-most 16 rows (what a decode step has); more rows stay with the engine's library. The sinks' op reads
-its matrices in the same way without being asked.
+It then gets qkvr, o_proj, the dense MLP and the head, for at most 16 rows (what a decode step has);
+more rows stay with the engine's library. Chosen without being asked is only what was timed beside
+that library on the chip; `INKLING_PORTABLE=skinny_linear=engine` leaves all rows with the engine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_skinny_request(
     """Raise SelectionError beside adapters, which are added to the same layers, and beside batch
     invariance, for which few rows may not be summed otherwise than many."""
     found = "--enable-lora" if lora else "VLLM_BATCH_INVARIANT=1" if batch_invariant else ""
-    if OP in requests and found:
+    if requests.get(OP, "engine") != "engine" and found:
         kind = "linear layers without adapters" if lora else "sums that may depend on the batch"
         raise SelectionError(
             f"{OP}={requests[OP]} needs {kind}; found {found}; leave one of the two out"
@@ -54,10 +54,14 @@ def check_skinny_request(
 
 
 def take_over(model: Any) -> None:
-    """Give every plain linear layer of `model`, and its head, the op for few rows."""
-    if OP not in dict(model.settings.requests):
+    """Give every plain linear layer of `model`, and its head, the op for few rows.
+
+    The reference, which serves where nothing else can, is for those who ask for this op by name.
+    """
+    settings = model.settings
+    op, named = settings.ops().skinny_linear, OP in dict(settings.requests)
+    if op is None or not (named or settings.chosen()[OP] != ("reference",)):
         return
-    op = model.settings.ops().skinny_linear
     for layer in model.modules():
         if type(getattr(layer, "quant_method", None)) is UnquantizedLinearMethod:
             layer.quant_method = SkinnyLinearMethod(op)

@@ -1,8 +1,9 @@
-"""Linear layers through the op for few rows: asked for, the same answers, refused beside LoRA."""
+"""Linear layers through the op for few rows: who gets it, the same answers, refused beside LoRA."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from inkling_portable.backends.reference import linear
 from inkling_portable.model.engine import UnquantizedLinearMethod
 from inkling_portable.model.logits import InklingLogits
 from inkling_portable.model.skinny import SkinnyLinearMethod, check_skinny_request
-from inkling_portable.registry import SelectionError
+from inkling_portable.registry import MODELS, SelectionError, resolve
+from inkling_portable.target import Target
 from tests.vllm_cpu.conftest import Engine, Oracle
 
 ASKED = {"inkling_portable": {"skinny_linear": "reference"}}
@@ -89,3 +91,24 @@ def test_beside_adapters_it_is_refused() -> None:
         check_skinny_request({"skinny_linear": "triton"}, lora=False, batch_invariant=True)
     check_skinny_request({"skinny_linear": "triton"}, lora=False)
     check_skinny_request({}, lora=True, batch_invariant=True)
+    check_skinny_request({"skinny_linear": "engine"}, lora=True)
+
+
+@pytest.mark.parametrize(
+    ("chip", "facts", "asked", "ours"),
+    [
+        ("cuda:sm90/132", {}, {}, True),
+        ("cuda:sm90/132", {}, {"skinny_linear": "engine"}, False),
+        ("cuda:sm90/132", {"lora": True}, {}, False),
+        ("cuda:sm90/132", {"batch_invariant": True}, {}, False),
+        ("cuda:sm100/148", {}, {}, False),
+        ("cuda:sm100/148", {}, {"skinny_linear": "triton"}, True),
+        ("rocm:gfx942/304", {}, {}, False),
+        ("cpu", {}, {}, False),
+    ],
+)
+def test_who_gets_it(chip: str, facts: dict[str, Any], asked: dict[str, str], ours: bool) -> None:
+    """By default only the chip on which it was timed beside the engine's library."""
+    target = Target.parse(f"{chip}+triton=3.6.0+vllm=0.33.0")
+    op = resolve(target, replace(MODELS["large"], **facts), asked).skinny_linear
+    assert (op is not None) == ours

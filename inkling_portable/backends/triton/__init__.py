@@ -36,6 +36,15 @@ def whole_blocks(target: Target, facts: Facts) -> str | None:
     return None
 
 
+def plain_layers(target: Target, facts: Facts) -> str | None:
+    """The model leaves these with the engine: see `model.skinny`."""
+    if facts.lora:
+        return "adapters are added to the engine's linear layers"
+    if facts.batch_invariant:
+        return "few rows may not be summed otherwise than many"
+    return None
+
+
 triton = needs(triton=">=3.6")
 offer = offers_in(__name__)
 
@@ -67,7 +76,7 @@ OFFERS: tuple[Offer, ...] = (
     steady("swiglu", ".experts:swiglu"),
     varying("sink_experts", ".experts:sink_experts"),
     varying("routed_experts", ".routed_experts:routed_experts", whole_blocks),
-    varying("skinny_linear", ".skinny_linear:skinny_linear"),
+    varying("skinny_linear", ".skinny_linear:skinny_linear", plain_layers),
     steady("norm_gelu", ".towers:norm_gelu"),
     steady("dmel_embed_norm", ".towers:dmel_embed_norm"),
 )  # fmt: skip
