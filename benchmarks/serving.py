@@ -167,14 +167,15 @@ class Served:
         else:
             # What `vllm serve` schedules at once there. A given size leaves profiling out.
             more |= {"max_num_batched_tokens": 8192, "kv_cache_memory_bytes": options.cache << 30,
-                     "gpu_memory_utilization": getattr(options, "memory", 0.9)}  # fmt: skip
-        if getattr(options, "variant", "") == "off-split":
+                     "gpu_memory_utilization": options.memory}  # fmt: skip
+        if getattr(options, "variant", "") == "off-split" or (options.drafts and not options.tiny):
             # It would compile for every number of splits; a kernel's first use does as well.
             more["kernel_config"] = {"enable_jit_warmup": False}
         began = time.monotonic()
         self.llm = LLM(
             str(folder), load_format="dummy", tokenizer_mode="hf", skip_tokenizer_init=True,
-            max_model_len=longest, max_num_seqs=64, enable_prefix_caching=False, seed=0, **more,
+            max_model_len=longest, max_num_seqs=getattr(options, "seqs", 64),
+            enable_prefix_caching=False, seed=0, **more,
         )  # fmt: skip
         self.start_s = time.monotonic() - began
         self.routers = self.llm.apply_model(serving_rank.draw_routers)[0]
@@ -452,10 +453,12 @@ def main(argv: list[str]) -> int:
                         type=lambda text: [int(k) for k in text.split(",") if k])  # fmt: skip
     parser.add_argument("--model", default="Inkling")
     parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--seqs", type=int, default=64, help="requests that graphs are made for")
     parser.add_argument("--layers", type=int, help="the first ones only; all if left out")
     parser.add_argument("--weights", default="nvfp4", choices=("nvfp4", "bf16"))
     # One rank alone keeps the convolutions' inputs of all channels, eight times what it would.
     parser.add_argument("--cache", type=int, default=46, metavar="GIB", help="of keys and values")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's")
     parser.add_argument("--bandwidth", type=float, default=BANDWIDTH["H200"], metavar="B/s")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
     parser.add_argument("--dry-run", action="store_true", help="say what would run")

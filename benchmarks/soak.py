@@ -1,13 +1,14 @@
 """Random requests against a server until time is up: every greedy answer equals its solo answer.
 
     python -m benchmarks.soak DIR|URL [--requests 2000] [--minutes 6] [--at-once 24] [--seed 1]
-        [-- further arguments of `vllm serve`]
+        [--preempt] [-- further arguments of `vllm serve`]
 
 First every request of a drawn set is answered alone. Then they come many at once, cut to any
 length: completions, chats, pictures, sounds, adapters, tools, formats, several answers to one, and
 clients that leave. An answer counts up to its first near tie, where any company may decide. On a
 GPU the server needs VLLM_BATCH_INVARIANT=1, on a CPU float32. In the end the blocks in use are back
-to zero, the server is healthy and its memory has not grown.
+to zero, the server is healthy and its memory has not grown. With a cache that is too small for what
+is asked at once, --preempt demands that requests were preempted.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Request:
     path: str
     body: dict[str, Any]
     alone: list[int] = field(default_factory=list)
+    seconds: float = 0.5
 
 
 @dataclass
@@ -72,6 +74,7 @@ class Outcome:
     tokens: int = 0
     seconds: float = 0.0
     memory_gib: tuple[float, float] = (0.0, 0.0)
+    preemptions: int = 0
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.right.items()))
@@ -79,7 +82,8 @@ class Outcome:
         return (
             f"{self.right.total()} answers equal their solo answers ({kinds}), "
             f"{self.left.total()} were left by their clients; {self.tokens} tokens in "
-            f"{self.seconds:.0f} s; memory {before:.2f} GiB, then {after:.2f} GiB"
+            f"{self.seconds:.0f} s, {self.preemptions} preemptions; memory {before:.2f} GiB, then "
+            f"{after:.2f} GiB"
         )
 
 
@@ -211,9 +215,11 @@ class Client:
 
 
 async def answer_alone(client: Client, requests: Sequence[Request]) -> None:
-    """Fill in what each request is answered when it is the only one."""
+    """Fill in what each request is answered when it is the only one, and in what time."""
     for request in requests:
+        began = time.monotonic()
         answer = await client.ask(request, n=1)
+        request.seconds = time.monotonic() - began
         request.alone = until_a_tie(ids_of(answer)[0], answer)
 
 
@@ -223,10 +229,18 @@ async def soak(
 ) -> Outcome:  # fmt: skip
     """Send up to `count` of the requests in random order, `at_once` at a time, until time is up."""
     outcome, began = Outcome(), time.monotonic()
+    preempted = await client.metric("vllm:num_preemptions_total")
     chosen = rng.choices(requests, k=count)
     drawn = iter([(request, rng.randint(1, request.body["max_tokens"]), rng.random() < 0.15,
-                   rng.uniform(0.0, 0.5)) for request in chosen])  # fmt: skip
+                   rng.uniform(0.0, 2.0) * request.seconds) for request in chosen])  # fmt: skip
     warm: list[float] = []
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(15)
+            print(f"{time.monotonic() - began:.0f} s: {outcome.right.total()} answers, "
+                  f"{outcome.left.total()} left, {len(outcome.wrong)} wrong",
+                  file=sys.stderr, flush=True)  # fmt: skip
 
     async def work() -> None:
         for request, tokens, leaves, patience in drawn:
@@ -256,8 +270,11 @@ async def soak(
                 outcome.wrong.append(f"{request.kind}: {found}, alone {expected}; {shown[:500]}")
             outcome.right[request.kind] += 1
 
+    telling = asyncio.create_task(tell())
     await asyncio.gather(*(work() for _ in range(at_once)))
+    telling.cancel()
     outcome.seconds = time.monotonic() - began
+    outcome.preemptions = int(await client.metric("vllm:num_preemptions_total") - preempted)
     outcome.memory_gib = (warm[0] if warm else memory_gib(), memory_gib())
     return outcome
 
@@ -296,6 +313,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ids", type=int, default=440, help="prompt ids are below this")
     parser.add_argument("--media", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--growth", type=float, default=0.3, metavar="GIB", help="allowed")
+    parser.add_argument("--preempt", action="store_true", help="fail without preemptions")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="for what the server prints")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(given)
     try:
@@ -310,7 +329,7 @@ def main(argv: list[str]) -> int:
             env = {"VLLM_BATCH_INVARIANT": "1"} if torch.cuda.is_available() else {}
             with tempfile.TemporaryDirectory(prefix="inkling-soak-") as scratch:
                 server = Server(Path(options.target), [*arguments, *extra],
-                                Path(scratch) / "server.log", env)  # fmt: skip
+                                options.log or Path(scratch) / "server.log", env)  # fmt: skip
                 with server:
                     server.wait_until_ready(1800, lambda seconds: None)
                     print(server.plugin_line(), file=sys.stderr, flush=True)
@@ -321,10 +340,13 @@ def main(argv: list[str]) -> int:
         return 2
     print(outcome)
     for line in outcome.wrong[:10]:
-        print(f"wrong: {line}")
+        print(f"wrong: {line[:1500]}")
     before, after = outcome.memory_gib
     if after > before + options.growth:
         print(f"memory grew by {after - before:.2f} GiB")
+        return 1
+    if options.preempt and not outcome.preemptions:
+        print("no request was preempted; give the server a smaller cache")
         return 1
     return 1 if outcome.wrong else 0
 
