@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import platform
 import random
@@ -235,10 +236,12 @@ class Served:
         engine.abort_request([str(i) for i in range(1, self.count + 1)], internal=False)
         self.finish()
 
-    def prefill(self, length: int, repeats: int) -> list[float]:
-        """Seconds until the first token of a prompt."""
+    def prefill(self, length: int, repeats: int, patience: float = math.inf) -> list[float]:
+        """Seconds until the first token of a prompt, `repeats` times, or fewer after `patience`."""
         times = []
         for _ in range(repeats + 1):  # without the first
+            if len(times) > 1 and sum(times) > patience:
+                break
             began = time.perf_counter()
             self.add(length, 1)
             self.finish()
@@ -387,7 +390,7 @@ def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
                     rows[-1]["profile"] = done.profile
             elif kind == "prefill":
                 # Every weight once; what the rows compute is not in it.
-                times = served.prefill(sizes[0], options.repeats)
+                times = served.prefill(sizes[0], options.repeats, options.patience)
                 rows.append(
                     row(f"prefill {text(sizes)}", times, sum(floors(*sizes, 0).values()), tp)
                 )
@@ -395,8 +398,12 @@ def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
                     rows[-1]["profile"] = served.profile(1, partial(served.prefill, sizes[0], 0))
                     rows[-1]["profile"]["floors us"] = {}
             else:
-                rates = [served.throughput(*sizes) for _ in range(options.repeats)]
-                rows.append({"case": f"throughput {text(sizes)}", "samples": options.repeats,
+                began, rates = time.monotonic(), list[float]()
+                while len(rates) < options.repeats:
+                    rates.append(served.throughput(*sizes))
+                    if time.monotonic() - began > options.patience:
+                        break
+                rows.append({"case": f"throughput {text(sizes)}", "samples": len(rates),
                              "tokens/s": round(statistics.median(rates), 1)})  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
             save(found)
@@ -447,6 +454,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--variant", choices=VARIANTS, default="plugin")
     parser.add_argument("--cases", default=",".join(CASES), metavar="KIND[=SIZES],...")
     parser.add_argument("--repeats", type=int, default=5, help="of prefill and throughput")
+    parser.add_argument("--patience", type=float, default=math.inf, metavar="S",
+                        help="after which prefill and throughput are not repeated")  # fmt: skip
     parser.add_argument("--ask", default="", metavar="OP=PROVIDER,...", help="of the plugin")
     parser.add_argument("--drafts", type=int, default=0, metavar="K")
     parser.add_argument("--all-drafts", default="1,2,3,4,5,6,7,8", metavar="K,...",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,47 @@ def test_our_class_serves_without_remote_code(engines: Callable[..., Engine]) ->
     config = engine.llm.llm_engine.vllm_config.model_config
     assert type(config.hf_config).__module__ == "inkling_portable.model.hf_configs"
     assert not config.trust_remote_code
+
+
+def resolved_graphs(support: Any, mode: Any, rows: int) -> str:
+    """The CUDA-graph mode that vLLM makes of an asked one, or why it stops.
+
+    support: the least of a model's cache backends; rows: of a decoding request, drafts included.
+    """
+    from vllm.config import CompilationConfig
+
+    try:
+        config = CompilationConfig(cudagraph_mode=mode)
+        found = config.resolve_cudagraph_mode_and_sizes(support, "", rows, use_v2_model_runner=True)
+    except ValueError as error:
+        return str(error)
+    return str(found)
+
+
+def test_graphs_resolve_as_those_of_the_class_in_the_tree() -> None:
+    """For every mode that can be asked for, with and without drafts."""
+    from vllm.config import CUDAGraphMode
+    from vllm.config.vllm import default_breakable_cudagraph_architectures
+    from vllm.models.inkling.nvidia.attention import FlashAttentionBackend
+    from vllm.models.inkling.nvidia.sconv_swa_attn import InklingSconvMetadataBuilder
+
+    from inkling_portable.model.attention import RelAttentionBackend
+    from inkling_portable.model.short_conv import ConvBackend
+
+    ours = [backend.get_builder_cls() for backend in (RelAttentionBackend, ConvBackend)]
+    theirs = [FlashAttentionBackend.get_builder_cls(), InklingSconvMetadataBuilder]
+    least, wanted = (
+        min((b.get_cudagraph_support(None, None) for b in builders), key=lambda s: s.value)
+        for builders in (ours, theirs)
+    )
+    for mode in CUDAGraphMode:
+        for rows in (1, 2, 9):
+            found = resolved_graphs(least, mode, rows)
+            assert found == resolved_graphs(wanted, mode, rows), (mode, rows)
+    usual = CUDAGraphMode.FULL_AND_PIECEWISE
+    assert {resolved_graphs(least, usual, rows) for rows in (1, 9)} == {str(usual)}
+    # Captures that break at attention are switched on by the name of what serves.
+    assert set(plugin.ARCHITECTURES) & set(default_breakable_cudagraph_architectures())
 
 
 def test_registering_again_changes_nothing() -> None:
