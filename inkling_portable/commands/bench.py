@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -146,10 +147,10 @@ def measure(
 
 
 def served(
-    variant: str, options: argparse.Namespace, limit: int, report: dict[str, Any]
-) -> list[Point]:
-    """Points of one variant; its commands, and what it could not do, go into the report."""
-    points: list[Point] = []
+    variant: str, options: argparse.Namespace, limit: int, report: dict[str, Any],
+    keep: Callable[[str, Point], None],
+) -> None:  # fmt: skip
+    """Keep every point of a variant; its commands, and what it could not do, are reported."""
     for drafts in options.drafts:
         name = f"{variant}, {drafts} drafts" if drafts else variant
         with tempfile.TemporaryDirectory(prefix="inkling-bench-") as scratch:
@@ -168,13 +169,12 @@ def served(
                         print(where, file=sys.stderr, flush=True)
                         try:
                             load = drafts, context, at_once
-                            points.append(measure(server, options, load, folder))
+                            keep(variant, measure(server, options, load, folder))
                         except BenchError as error:
                             report["notes"].append(f"{where}: {error}{server.first_error()}")
             except ServerError as error:
                 said = str(error).splitlines()[0].partition("; the end of")[0]
                 report["notes"].append(f"{name}: {said}")
-    return points
 
 
 def machine() -> dict[str, Any]:
@@ -198,11 +198,19 @@ def run(options: argparse.Namespace) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
     report = {**machine(), "serve": [], "points": {}, "notes": []}
     points: dict[str, list[Point]] = {}
+
+    def keep(variant: str, point: Point) -> None:
+        """A run that is cut off leaves what it had measured."""
+        points[variant].append(point)
+        report["points"] = {name: [p._asdict() for p in found] for name, found in points.items()}
+        if options.out:
+            (options.out / "bench.json").write_text(json.dumps(report, indent=1) + "\n")
+
     for variant in options.variants:
-        points[variant] = served(variant, options, limit, report)
+        points[variant] = []
+        served(variant, options, limit, report, keep)
         if variant == "plugin" and not points[variant]:
             raise BenchError(report["notes"][0])
-    report["points"] = {name: [p._asdict() for p in found] for name, found in points.items()}
     print(table(points), *report["notes"], sep="\n")
     if options.out:
         title = f"{Path(options.target).name}, {report['machine']['target']}, {report['date']}"

@@ -150,6 +150,24 @@ def test_a_plugin_that_does_not_start_stops_it(
     assert "plugin: the server ended with status 1" in said and "no kernel for this" in said
 
 
+def test_what_is_cut_off_leaves_what_it_had(
+    stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in()
+    run = bench.measure
+
+    def once(server: Any, options: Any, point: Any, folder: Path) -> Point:
+        if point[2] == 2:
+            raise KeyboardInterrupt
+        return run(server, options, point, folder)
+
+    monkeypatch.setattr(bench, "measure", once)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main([*SMALL, "1,2", "--out", str(tmp_path)])
+    (point,) = json.loads((tmp_path / "bench.json").read_text())["points"]["plugin"]
+    assert point["at_once"] == 1 and point["tpot_ms"] == 2.5
+
+
 def test_failed_requests_give_no_figure(stand_in: Any, capsys: pytest.CaptureFixture[str]) -> None:
     stand_in()
     assert bench.main([*SMALL, "1,64", "--variants", "plugin"]) == 1
