@@ -114,6 +114,23 @@ def join_halves(loras: MutableMapping[str, Any], largest_rank: int) -> None:
         loras[joined] = type(first)(joined, rank, first.lora_alpha, lora_a, lora_b, 1.0)
 
 
+@contextmanager
+def left_out(model: torch.nn.Module) -> Iterator[None]:
+    """Run layers without adapters: what the engine noted of them is of another step's rows."""
+    wrappers = {id(w): w for m in model.modules() if (w := getattr(m, "punica_wrapper", None))}
+    notes = [getattr(wrapper, f"{kind}_mapping_meta", None) for wrapper in wrappers.values()
+             for kind in ("token", "prompt")]  # fmt: skip
+    flags = [note.no_lora_flag_cpu for note in notes if note is not None]
+    before = [flag.clone() for flag in flags]
+    for flag in flags:
+        flag.fill_(True)
+    try:
+        yield
+    finally:
+        for flag, old in zip(flags, before, strict=True):
+            flag.copy_(old)
+
+
 def _reason(name: str) -> str:
     if ".mlp.experts" in name:
         return "is a routed expert, and the experts that serve here take no adapters"

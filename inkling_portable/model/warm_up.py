@@ -28,6 +28,7 @@ from inkling_portable.model.engine import (
     on_accelerator,
     set_forward_context,
 )
+from inkling_portable.model.lora import left_out
 from inkling_portable.model.self_check import LEAST_PAGES, check
 from inkling_portable.model.short_conv import ConvMetadata, ConvState
 from inkling_portable.model.warm_up_steps import (
@@ -62,12 +63,13 @@ def when_bound(model: nn.Module, vllm_config: VllmConfig) -> None:
         layout = tuple((c.kv_cache.shape[1:], c.kv_cache.stride()) for c in caches)
         if not all(c.kv_cache.numel() for c in caches):
             return
-        if layout not in done:
-            done.add(layout)
-            warm_up(model, vllm_config)
-        if "checked" not in done and all(c.kv_cache.shape[0] >= LEAST_PAGES for c in caches):
-            done.add("checked")
-            check(model, vllm_config)
+        with left_out(model):
+            if layout not in done:
+                done.add(layout)
+                warm_up(model, vllm_config)
+            if "checked" not in done and all(c.kv_cache.shape[0] >= LEAST_PAGES for c in caches):
+                done.add("checked")
+                check(model, vllm_config)
 
     for cache in caches:
         cache.when_bound = bound

@@ -1,7 +1,9 @@
 """The warm-up of a served model: it reaches every op of the layers and leaves no trace."""
 
 from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,13 +98,11 @@ def test_row_counts(most: int) -> None:
     assert all(b - a <= max(1, a / 2 + 1) for a, b in pairwise(counts))
 
 
-def test_the_last_cache_to_be_bound_starts_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[Any] = []
-    monkeypatch.setattr(warm_up, "on_accelerator", lambda: True)
-    monkeypatch.setattr(warm_up, "warm_up", lambda model, config: runs.append(model))
+def bare_cache() -> CacheLayer:
+    """A cache outside the engine's registry of layers."""
 
     class Cache(CacheLayer):
-        def __init__(self) -> None:  # without the engine's registry of layers
+        def __init__(self) -> None:
             torch.nn.Module.__init__(self)
             self.when_bound = lambda: None
             self._bound = torch.empty(0)
@@ -112,7 +112,15 @@ def test_the_last_cache_to_be_bound_starts_it_once(monkeypatch: pytest.MonkeyPat
 
         get_kv_cache_spec = None  # type: ignore[assignment]
 
-    model = torch.nn.ModuleList([Cache(), Cache()])
+    return Cache()
+
+
+def test_the_last_cache_to_be_bound_starts_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+    monkeypatch.setattr(warm_up, "on_accelerator", lambda: True)
+    monkeypatch.setattr(warm_up, "warm_up", lambda model, config: runs.append(model))
+
+    model = torch.nn.ModuleList([bare_cache(), bare_cache()])
     warm_up.when_bound(model, None)  # type: ignore[arg-type]
     model[0].kv_cache = torch.zeros(3, 1, 16, 8)
     assert runs == []
@@ -122,6 +130,32 @@ def test_the_last_cache_to_be_bound_starts_it_once(monkeypatch: pytest.MonkeyPat
     assert runs == [model]
     model[0].kv_cache = torch.zeros(3, 1, 32, 8)  # larger pages: other kernels
     assert runs == [model, model]
+
+
+def test_what_was_noted_of_adapters_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dummy run's notes are of more rows than a step here has: kernels would leave its rows."""
+    meta = import_module("vllm.lora.ops.triton_ops.lora_kernel_metadata").LoRAKernelMeta
+    notes = [meta.make(2, 64, "cpu") for _ in range(2)]
+    for note in notes:
+        note.prepare_tensors(torch.ones(40, dtype=torch.int32))
+    layer = torch.nn.Linear(2, 2)
+    layer.punica_wrapper = SimpleNamespace(
+        token_mapping_meta=notes[0], prompt_mapping_meta=notes[1]
+    )  # type: ignore[assignment]
+
+    def flags() -> list[bool]:
+        return [bool(note.meta_args(1, False)[5]) for note in notes]
+
+    seen: list[list[bool]] = []
+    monkeypatch.setattr(warm_up, "warm_up", lambda model, config: seen.append(flags()))
+    monkeypatch.setattr(warm_up, "check", lambda model, config: seen.append(flags()))
+    monkeypatch.setattr(warm_up, "on_accelerator", lambda: True)
+    cache = bare_cache()
+    warm_up.when_bound(torch.nn.ModuleList([layer, layer, cache]), None)  # type: ignore[arg-type]
+    cache.kv_cache = torch.zeros(warm_up.LEAST_PAGES, 1, 16, 8)
+    assert seen == [[True, True]] * 2
+    # The engine does not note a mapping again that equals its last one.
+    assert flags() == [False, False] and notes[0].num_tokens_per_lora[0] == 40
 
 
 def test_tokens_are_scored_as_often_as_requests_may_ask(
