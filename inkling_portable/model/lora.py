@@ -118,17 +118,14 @@ def join_halves(loras: MutableMapping[str, Any], largest_rank: int) -> None:
 def left_out(model: torch.nn.Module) -> Iterator[None]:
     """Run layers without adapters: what the engine noted of them is of another step's rows."""
     wrappers = {id(w): w for m in model.modules() if (w := getattr(m, "punica_wrapper", None))}
-    notes = [getattr(wrapper, f"{kind}_mapping_meta", None) for wrapper in wrappers.values()
-             for kind in ("token", "prompt")]  # fmt: skip
-    flags = [note.no_lora_flag_cpu for note in notes if note is not None]
-    before = [flag.clone() for flag in flags]
-    for flag in flags:
-        flag.fill_(True)
+    notes = [getattr(w, name, None) for w in wrappers.values()
+             for name in ("token_mapping_meta", "prompt_mapping_meta")]  # fmt: skip
+    flags = [(f := note.no_lora_flag_cpu, f.clone()) for note in notes if note is not None]
     try:
+        [flag.fill_(True) for flag, _ in flags]
         yield
     finally:
-        for flag, old in zip(flags, before, strict=True):
-            flag.copy_(old)
+        [flag.copy_(before) for flag, before in flags]
 
 
 def _reason(name: str) -> str:
