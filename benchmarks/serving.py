@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import os
 import platform
 import random
@@ -69,8 +68,8 @@ OPS = (
     ("routed_experts", r"gemv_(up|down)|_count_kernel|_place_kernel|(?<!_)tile_kernel|wgmma|"
                        r"combine_kernel|^combine$|arrange_kernel|moe|expert|humming|marlin|routed|silu_and_mul|act_and_mul|"
                        r"align_block|process_input"),
-    ("route and gate_logits", r"_route_kernel|gate|topk|ll_bf16"),
-    ("sinks and dense activation", r"_swiglu_kernel|swiglu|sink"),
+    ("route and gate_logits", r"_route_kernel|gate(?!d_kernel)|topk|ll_bf16"),
+    ("sinks and dense activation", r"_swiglu_kernel|swiglu|sink|_gated_kernel"),
     ("norms and embedding", r"_norm_kernel|_embed_norm|_halves|rms_?norm|index_select|embedding"),
     ("linear layers", r"nvjet|gemm|gemv|cublas|cutlass|splitK|_row_kernel|_tile_kernel|_sum_kernel|"
                       r"addmm|::mm|linear"),
@@ -80,7 +79,7 @@ OPS = (
 )  # fmt: skip
 PRODUCTS = re.compile(r"^_(row|tile|sum)_kernel$")
 """Of gates, sinks and linear layers alike: which one, says what runs before and after them."""
-PLACES = re.compile(r"_route_kernel|_prep_kernel|_conv_kernel|combine_split|attend")
+PLACES = re.compile(r"_route_kernel|_gated_kernel|_prep_kernel|_conv_kernel|combine_split|attend")
 
 
 def op_of(kernel: str) -> str:
@@ -98,7 +97,7 @@ def ops_of(kernels: Sequence[str]) -> list[str]:
             after = next((place[0] for place in places[i:] if place), "")
             if after == "_route_kernel":
                 ops[i] = "route and gate_logits"
-            elif before == "_route_kernel":
+            elif before in ("_route_kernel", "_gated_kernel"):
                 ops[i] = "sinks and dense activation"
         found = places[i]
         before = found[0] if found else before
@@ -168,15 +167,14 @@ class Served:
         else:
             # What `vllm serve` schedules at once there. A given size leaves profiling out.
             more |= {"max_num_batched_tokens": 8192, "kv_cache_memory_bytes": options.cache << 30,
-                     "gpu_memory_utilization": options.memory}  # fmt: skip
-        if getattr(options, "variant", "") == "off-split" or (options.drafts and not options.tiny):
+                     "gpu_memory_utilization": getattr(options, "memory", 0.9)}  # fmt: skip
+        if getattr(options, "variant", "") == "off-split":
             # It would compile for every number of splits; a kernel's first use does as well.
             more["kernel_config"] = {"enable_jit_warmup": False}
         began = time.monotonic()
         self.llm = LLM(
             str(folder), load_format="dummy", tokenizer_mode="hf", skip_tokenizer_init=True,
-            max_model_len=longest, max_num_seqs=getattr(options, "seqs", 64),
-            enable_prefix_caching=False, seed=0, **more,
+            max_model_len=longest, max_num_seqs=64, enable_prefix_caching=False, seed=0, **more,
         )  # fmt: skip
         self.start_s = time.monotonic() - began
         self.routers = self.llm.apply_model(serving_rank.draw_routers)[0]
@@ -236,12 +234,10 @@ class Served:
         engine.abort_request([str(i) for i in range(1, self.count + 1)], internal=False)
         self.finish()
 
-    def prefill(self, length: int, repeats: int, patience: float = math.inf) -> list[float]:
-        """Seconds until the first token of a prompt, `repeats` times, or fewer after `patience`."""
+    def prefill(self, length: int, repeats: int) -> list[float]:
+        """Seconds until the first token of a prompt."""
         times = []
         for _ in range(repeats + 1):  # without the first
-            if len(times) > 1 and sum(times) > patience:
-                break
             began = time.perf_counter()
             self.add(length, 1)
             self.finish()
@@ -390,7 +386,7 @@ def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
                     rows[-1]["profile"] = done.profile
             elif kind == "prefill":
                 # Every weight once; what the rows compute is not in it.
-                times = served.prefill(sizes[0], options.repeats, options.patience)
+                times = served.prefill(sizes[0], options.repeats)
                 rows.append(
                     row(f"prefill {text(sizes)}", times, sum(floors(*sizes, 0).values()), tp)
                 )
@@ -398,12 +394,8 @@ def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
                     rows[-1]["profile"] = served.profile(1, partial(served.prefill, sizes[0], 0))
                     rows[-1]["profile"]["floors us"] = {}
             else:
-                began, rates = time.monotonic(), list[float]()
-                while len(rates) < options.repeats:
-                    rates.append(served.throughput(*sizes))
-                    if time.monotonic() - began > options.patience:
-                        break
-                rows.append({"case": f"throughput {text(sizes)}", "samples": len(rates),
+                rates = [served.throughput(*sizes) for _ in range(options.repeats)]
+                rows.append({"case": f"throughput {text(sizes)}", "samples": options.repeats,
                              "tokens/s": round(statistics.median(rates), 1)})  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
             save(found)
@@ -454,20 +446,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--variant", choices=VARIANTS, default="plugin")
     parser.add_argument("--cases", default=",".join(CASES), metavar="KIND[=SIZES],...")
     parser.add_argument("--repeats", type=int, default=5, help="of prefill and throughput")
-    parser.add_argument("--patience", type=float, default=math.inf, metavar="S",
-                        help="after which prefill and throughput are not repeated")  # fmt: skip
     parser.add_argument("--ask", default="", metavar="OP=PROVIDER,...", help="of the plugin")
     parser.add_argument("--drafts", type=int, default=0, metavar="K")
     parser.add_argument("--all-drafts", default="1,2,3,4,5,6,7,8", metavar="K,...",
                         type=lambda text: [int(k) for k in text.split(",") if k])  # fmt: skip
     parser.add_argument("--model", default="Inkling")
     parser.add_argument("--tp", type=int, default=8)
-    parser.add_argument("--seqs", type=int, default=64, help="requests that graphs are made for")
     parser.add_argument("--layers", type=int, help="the first ones only; all if left out")
     parser.add_argument("--weights", default="nvfp4", choices=("nvfp4", "bf16"))
     # One rank alone keeps the convolutions' inputs of all channels, eight times what it would.
     parser.add_argument("--cache", type=int, default=46, metavar="GIB", help="of keys and values")
-    parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's")
     parser.add_argument("--bandwidth", type=float, default=BANDWIDTH["H200"], metavar="B/s")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
     parser.add_argument("--dry-run", action="store_true", help="say what would run")

@@ -50,7 +50,7 @@ RANKS = {
 
 OPS = ("rms_norm", "embed_norm", "embed_norm_chain", "concat_norms", "conv_sources",
        "conv_residual_norm", "qkvr_prep", "gate_logits", "route", "swiglu", "sink_experts",
-       "skinny_linear", "norm_gelu", "dmel_embed_norm")  # fmt: skip
+       "gated_sinks", "skinny_linear", "norm_gelu", "dmel_embed_norm")  # fmt: skip
 LAYERS = ("qkvr", "o_proj", "sinks", "lm_head")
 """Which linear layer `skinny_linear` is timed for."""
 
@@ -154,6 +154,12 @@ def arguments(op: str, rows: int, rank: Rank, device: str, decode: bool = True,
                 "w13": normal(2, 2 * width, h, scale=0.02, **kinds),
                 "w2": normal(2, h, width, scale=0.02, **kinds),
                 "gammas": normal(rows, 2, device=device, dtype=FLOAT).abs()}  # fmt: skip
+    if op == "gated_sinks":
+        gate, choice, sinks = (arguments(part, rows, rank, device, decode, layer, dtype)
+                               for part in ("gate_logits", "route", "sink_experts"))  # fmt: skip
+        return {"x": gate["x"], "gate": gate["weight"],
+                **{name: choice[name] for name in ("bias", "global_scale", "top_k", "route_scale")},
+                "w13": sinks["w13"], "w2": sinks["w2"]}  # fmt: skip
     if op == "skinny_linear":
         sizes = {"qkvr": (rank.heads * 144 + 2 * rank.kv_heads * 128, h),
                  "o_proj": (h, rank.heads * 128), "sinks": (4 * rank.sink_width, h),

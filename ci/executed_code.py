@@ -31,7 +31,7 @@ SEEDS: int = parser("verify", None).get_default("examples")
 ROWS = (1, 16)
 RANK_NAMES = ("large-tp8-global", "large-tp8-local")
 # At full width these take minutes on the executor, a matrix's tile being the same at any width.
-WIDE = ("gate_logits", "sink_experts", "skinny_linear")
+WIDE = ("gate_logits", "sink_experts", "gated_sinks", "skinny_linear")
 
 
 def cases(op: str, seeds: Iterable[int] = range(SEEDS), served: bool = True

@@ -25,7 +25,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 TARGET = ROOT / "inkling_portable" / "backends" / "evidence.py"
 # What vLLM runs as shipped, under its names in the results; of several, the best for each shape.
 ENGINE = ("vllm", "fa4 x1", "humming", "marlin")
-LIBRARY = {"skinny_linear": ("cublas",)}  # what its linear layers call
+# What its linear layers call; what an op stands in for.
+INSTEAD = {"skinny_linear": ("cublas",), "gated_sinks": ("parts",)}
 # Our providers under theirs.
 OURS = {"ours": "triton", "triton": "triton", "mma": "mma"}
 WAVERING = 1.02
@@ -42,7 +43,7 @@ def timings(report: dict[str, Any]) -> Iterator[tuple[str, str, bool, float, flo
         times = row["us"]
         op = row.get("op", report.get("op", "rel_attention"))
         right = bool(row.get("right", row.get("contract") == "holds"))
-        engines = (*ENGINE, *LIBRARY.get(op, ()))
+        engines = (*ENGINE, *INSTEAD.get(op, ()))
         engine = min((times[name] for name in engines if name in times), default=None)
         for name, provider in OURS.items():
             if name in times:
@@ -85,7 +86,7 @@ def exchange() -> Iterator[tuple[str, float, bool]]:
 def engine_has(op: str) -> bool:
     """Whether the engine's own kernel is offered, so that ours must have been timed beside it."""
     rows = (row for name in TABLES for row in table(name))
-    return any(row.op == op and row.provider in ("vllm", "engine") for row in rows)
+    return any(row.op == op and row.provider in ("vllm", "engine", "parts") for row in rows)
 
 
 def evidence() -> dict[tuple[str, str], tuple[str, ...]]:

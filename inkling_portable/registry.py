@@ -183,8 +183,8 @@ class Offer:
 
     @property
     def is_layer(self) -> bool:
-        """Whether a layer of the engine serves, so that there is no function."""
-        return self.code == "engine"
+        """Whether a layer of the engine serves, or other ops do, so that there is no function."""
+        return ":" not in self.code
 
     @property
     def key(self) -> str:
@@ -448,7 +448,8 @@ def _choose_one(
 class Resolved:
     """The outcome: one plain function per op as attributes, and `decisions`, the log.
 
-    `routed_experts` and `skinny_linear` are None where the engine's own layers were chosen.
+    `routed_experts` and `skinny_linear` are None where the engine's own layers were chosen, and
+    `gated_sinks` is where its parts were.
     """
 
     def __init__(self, target: Target, facts: Facts, decisions: tuple[Decision, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Offers that are the engine's own: its fused mixture-of-experts layer, its linear layers.
+"""Offers without a function: the engine's mixture-of-experts and linear layers, parts of an op.
 
 Its refusals that we know of are written here as data, with the versions they hold for, so that
 `explain` can state them for a machine that is not present. The engine is never probed.
@@ -42,4 +42,6 @@ OFFERS: tuple[Offer, ...] = (
           only_if_asked=unpacks_everything, invariant=True),
     # Linear layers as the engine builds them, for every number of rows.
     Offer("skinny_linear", "engine", "engine", (needs(vllm=""),), invariant=True),
+    # gate_logits, route and sink_experts by whoever has them.
+    Offer("gated_sinks", "parts", "parts", invariant=True),
 )  # fmt: skip

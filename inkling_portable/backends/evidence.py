@@ -8,6 +8,7 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("dmel_embed_norm", "triton"): ("cuda:sm90/132",),
     ("embed_norm", "triton"): ("cuda:sm90/132",),
     ("embed_norm_chain", "triton"): ("cuda:sm90/132",),
+    ("gated_sinks", "triton"): ("cuda:sm90/132",),
     ("norm_gelu", "triton"): ("cuda:sm90/132",),
     ("qkvr_prep", "triton"): ("cuda:sm90/132",),
     ("rel_attention", "fa4"): ("cuda:sm90/132",),

@@ -242,6 +242,9 @@ class MoE(nn.Module):
             else SinkExperts(settings)
         )
         self._routed: tuple[Tensor, Tensor, Tensor] | None = None
+        self.together = not settings.facts.lora and settings.together(
+            "gated_sinks", "gate_logits", "route", "sink_experts"
+        )
 
     def share(self) -> Experts:
         """This rank's part of the stored tensors."""
@@ -255,6 +258,13 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> (routed partial [T, H], sink partial [T, H])."""
+        if self.together and x.shape[0] == 1:
+            gate, sinks = self.gate, self.sink_experts
+            logits, weights, ids, second = self.ops.gated_sinks(
+                x, gate.weight, gate.bias, gate.global_scale, self.top_k, self.route_scale,
+                sinks.w13_weight, sinks.w2_weight,
+            )  # fmt: skip
+            return self._experts(x, logits, weights, ids), second
         logits, weights, ids, gammas = self._score(x)
         # Both read many bytes for few rows, and neither alone keeps a GPU's memory busy.
         return side_by_side(

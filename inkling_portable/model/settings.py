@@ -126,6 +126,12 @@ class Settings:
                 out[decision.op] = (*out.get(decision.op, ()), decision.provider)
         return out
 
+    def together(self, op: str, *parts: str) -> bool:
+        """Whether `op` serves in place of `parts`: a function, of whoever has all of these."""
+        chosen = self.chosen()
+        one = getattr(self.ops(), op) is not None
+        return one and all(chosen[part] == chosen[op] for part in parts)
+
     def per_rank(self, geometry: AttentionGeometry) -> tuple[int, int]:
         """(query heads, KV heads) of one rank."""
         return geometry.heads // self.tp, geometry.rank_kv_heads(self.tp)

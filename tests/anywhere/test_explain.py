@@ -38,7 +38,9 @@ def test_json_carries_every_offer(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["op"] for row in report["decisions"]} == set(op_names())
     chosen = [row["op"] for row in report["decisions"] if row["verdict"] == "chosen"]
     assert set(chosen) == set(op_names())
-    assert all(":" in row["code"] or row["code"] == "engine" for row in report["decisions"])
+    assert all(
+        ":" in row["code"] or row["code"] in ("engine", "parts") for row in report["decisions"]
+    )
 
 
 def test_a_chip_alone_has_the_usual_libraries(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ install()
 
 OPS = ("rms_norm", "embed_norm", "embed_norm_chain", "concat_norms", "conv_sources",
        "conv_residual_norm", "qkvr_prep", "gate_logits", "route", "swiglu", "sink_experts",
-       "skinny_linear", "norm_gelu", "dmel_embed_norm")  # fmt: skip
+       "gated_sinks", "skinny_linear", "norm_gelu", "dmel_embed_norm")  # fmt: skip
 
 
 def provider(op: str) -> Callable[..., Any]:
@@ -107,6 +107,27 @@ def test_ids_are_valid_and_distinct_even_for_rows_of_nan() -> None:
     for row in routed(logits, torch.linspace(-1, 1, 40))[1].tolist():
         assert len(set(row)) == 6
         assert all(0 <= e < 40 for e in row)
+
+
+def test_gate_routing_and_sinks_of_one_row_at_once() -> None:
+    """As the three ops give them, tile sizes apart; ids are valid for rows of NaN; again and again,
+    since the count of arrivals begins at zero."""
+    given = {"x": fill((1, 96), torch.bfloat16, "normal", 1),
+             "gate": fill((42, 96), torch.bfloat16, "normal", 2), "bias": torch.linspace(-1, 1, 40),
+             "global_scale": torch.tensor([1.25]), "top_k": 6, "route_scale": 8.0,
+             "w13": fill((2, 64, 96), torch.bfloat16, "normal", 3),
+             "w2": fill((2, 96, 32), torch.bfloat16, "normal", 4)}  # fmt: skip
+    once = provider("gated_sinks")(**given)
+    logits = provider("gate_logits")(given["x"], given["gate"])
+    weights, ids, gammas = provider("route")(logits, given["bias"], given["global_scale"], 6, 8.0)
+    apart = logits, weights, ids, provider("sink_experts")(given["x"], given["w13"], given["w2"],
+                                                           gammas)  # fmt: skip
+    for mine, other in zip(once, apart, strict=True):
+        assert torch.equal(mine, other)
+    poisoned = provider("gated_sinks")(**{**given, "x": torch.full_like(given["x"], float("nan"))})
+    assert len(set(poisoned[2][0].tolist())) == 6 and poisoned[2].min() >= 0
+    for mine, other in zip(provider("gated_sinks")(**given), once, strict=True):
+        assert torch.equal(mine, other)
 
 
 # --- products ------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def test_nothing_spills_and_shared_memory_fits(arch: str, reports: dict[str, lis
     kernels = {report.kernel for report in found}
     assert kernels == {"_norm_kernel", "_embed_norm_kernel", "_halves_kernel", "_sources_kernel",
                        "_conv_kernel", "_prep_kernel", "_row_kernel", "_tile_kernel", "_sum_kernel",
-                       "_route_kernel", "_swiglu_kernel", "_norm_gelu_kernel",
+                       "_route_kernel", "_gated_kernel", "_swiglu_kernel", "_norm_gelu_kernel",
                        "_dmel_kernel"}  # fmt: skip
     assert not [fault for report in found for fault in report.faults()]
 

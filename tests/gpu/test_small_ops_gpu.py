@@ -101,6 +101,28 @@ def test_graph_replay_equals_eager(op: str) -> None:
             )
 
 
+def test_which_program_routes_does_not_matter() -> None:
+    """The last with gate rows does: the same bits in thousands of launches beside others."""
+    torch.manual_seed(0)
+    given = [arguments("gated_sinks", 1, RANKS["large-tp8-global"], "cuda") for _ in range(8)]
+    wanted = [provider("gated_sinks")(**one) for one in given]
+    graph, noise = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        found = [provider("gated_sinks")(**one) for one in given]
+    matrix = torch.randn(1024, 1024, device="cuda")
+    for i in range(600):
+        if i % 3 == 0:
+            with torch.cuda.stream(noise):
+                matrix @ matrix
+        if i % 60 == 0:
+            for value in (value for one in found for value in one):
+                value.fill_(-1)
+        graph.replay()
+        if i % 60 == 59:
+            for mine, other in zip(found, wanted, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
 def test_dependent_launch_changes_nothing() -> None:
     """A chain of ops gives the same bits with programmatic dependent launch, where there is one."""
     from inkling_portable.backends.triton._common import dependent_launch

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import pytest
 import torch
 
-from inkling_portable.backends.reference import linear
+from inkling_portable.backends.reference import experts, linear
 from inkling_portable.model.engine import UnquantizedLinearMethod
 from inkling_portable.model.logits import InklingLogits
 from inkling_portable.model.skinny import SkinnyLinearMethod, check_skinny_request
@@ -17,21 +18,30 @@ from inkling_portable.registry import MODELS, SelectionError, resolve
 from inkling_portable.target import Target
 from tests.vllm_cpu.conftest import Engine, Oracle
 
-ASKED = {"inkling_portable": {"skinny_linear": "reference"}}
+PARTS = ("skinny_linear", "gated_sinks", "gate_logits", "route", "sink_experts")
+ASKED = {"inkling_portable": dict.fromkeys(PARTS, "reference")}
 
 
 def test_layers_are_taken_over_when_asked(
     engines: Callable[..., Engine], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every plain matrix; a prompt of many rows goes the engine's way, a token's row by the op."""
+    """Every plain matrix; a prompt of many rows goes the engine's way, a token's row by the op, and
+    through gate, routing and sinks at once."""
     rows: list[int] = []
-    real = linear.check_skinny
+    gated: list[int] = []
+    real, whole = linear.check_skinny, experts.gated_sinks
 
     def counted(x: torch.Tensor, weight: torch.Tensor) -> None:
         rows.append(x.shape[0])
         real(x, weight)
 
+    @wraps(whole)
+    def together(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+        gated.append(x.shape[0])
+        return whole(x, *others)
+
     monkeypatch.setattr(linear, "check_skinny", counted)
+    monkeypatch.setattr(experts, "gated_sinks", together)
     engine = engines(additional_config=ASKED)
 
     def methods(model: Any) -> tuple[list[str], list[str], int]:
@@ -50,6 +60,7 @@ def test_layers_are_taken_over_when_asked(
     rows.clear()
     [tokens] = engine.greedy([prompt], 4)
     assert set(rows) == {1}
+    assert gated and set(gated) == {1}
     oracle.assert_greedy(prompt, tokens)
 
 

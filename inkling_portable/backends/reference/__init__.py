@@ -18,6 +18,7 @@ OFFERS: tuple[Offer, ...] = (
     offer("route", "reference", ".experts:route"),
     offer("swiglu", "reference", ".experts:swiglu"),
     offer("sink_experts", "reference", ".experts:sink_experts"),
+    offer("gated_sinks", "reference", ".experts:gated_sinks"),
     offer("routed_experts", "reference", ".experts:routed_experts"),
     offer("skinny_linear", "reference", ".linear:skinny_linear"),
     offer("norm_gelu", "reference", ".towers:norm_gelu"),

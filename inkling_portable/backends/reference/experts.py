@@ -125,6 +125,50 @@ def sink_experts(x: Tensor, w13: Tensor, w2: Tensor, gammas: Tensor) -> Tensor:
     return store(total, x)
 
 
+def _gated_inputs(draw: Draw) -> dict[str, Any]:
+    dtype, rows, width = draw.choice(DTYPES), draw.choice((1, 0, 3)), draw.choice((64, 32, 6144))
+    experts, sinks, inner = (
+        draw.choice((8, 256, 40)),
+        draw.choice((2, 1)),
+        draw.choice((16, 64, 24)),
+    )
+    x, gate = (
+        draw.tensor((rows, width), dtype),
+        draw.tensor((experts + sinks, width), dtype, "small"),
+    )
+    bias = draw.tensor((experts,), torch.float32) * draw.choice((0.1, 6.0))
+    top_k = draw.choice((2, 6, 1))
+    # As in `route`, but sums of another order must not decide either.
+    scores = torch.sigmoid(x.double() @ gate[:experts].double().T) + bias.double()
+    best = scores.sort(dim=-1, descending=True).values[:, : top_k + 1]
+    clear = (best[:, :-1] - best[:, 1:] > 1e-4).all(dim=-1)
+    return {"x": x[clear], "gate": gate, "bias": bias, "top_k": top_k,
+            "global_scale": draw.tensor((1,), torch.float32, "gain"),
+            "route_scale": draw.choice((8.0, 1.0)),
+            "w13": draw.tensor((sinks, 2 * inner, width), dtype, "small"),
+            "w2": draw.tensor((sinks, width, inner), dtype, "small")}  # fmt: skip
+
+
+SHARES = ulps(
+    12_352, "logits up to 16 are off by 384 eps of that; twice so far in a weight, then `route`"
+)
+
+
+@op(inputs=_gated_inputs, tolerance=(LOGITS, SHARES, exact(), within_twice_baseline()))
+def gated_sinks(
+    x: Tensor, gate: Tensor, bias: Tensor, global_scale: Tensor, top_k: int, route_scale: float,
+    w13: Tensor, w2: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """gate_logits, route and sink_experts, whose arguments these are, of the same rows.
+
+    -> (logits [T, E + S] float32, weights [T, k] float32, ids [T, k] int32, sinks [T, H]). For
+    steps of few rows, whose launches cost more than their bytes.
+    """
+    logits = gate_logits(x, gate)
+    weights, ids, gammas = route(logits, bias, global_scale, top_k, route_scale)
+    return logits, weights, ids, sink_experts(x, w13, w2, gammas)
+
+
 def _routed_inputs(draw: Draw) -> dict[str, Any]:
     dtype, form = draw.choice(DTYPES), draw.choice(("bf16", "nvfp4", "mxfp4", "fp8"))
     rows = draw.integer(0, draw.choice((3, 12, 40)))

@@ -75,6 +75,7 @@ OFFERS: tuple[Offer, ...] = (
     steady("route", ".experts:route"),
     steady("swiglu", ".experts:swiglu"),
     varying("sink_experts", ".experts:sink_experts"),
+    varying("gated_sinks", ".gated_sinks:gated_sinks"),
     varying("routed_experts", ".routed_experts:routed_experts", whole_blocks),
     varying("skinny_linear", ".skinny_linear:skinny_linear", plain_layers),
     steady("norm_gelu", ".towers:norm_gelu"),

@@ -116,6 +116,31 @@ def options(**chosen: Any) -> dict[str, Any]:
     return {**chosen, "launch_pdl": True} if pdl() else chosen
 
 
+@cache
+def _zeros(device: Any) -> Tensor:
+    import torch
+
+    zeros = torch.zeros(64, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return zeros
+
+
+_streams: dict[int, int] = {}
+
+
+def arrivals(device: Any) -> Tensor:
+    """A zero [1] int32 of the current stream, by which a launch's programs count themselves.
+
+    The last to arrive leaves zero behind. Made before anything is captured.
+    """
+    import torch
+
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    place = _streams.setdefault(stream, len(_streams)) % 64
+    return _zeros(device)[place : place + 1]
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least `n` (1 for n <= 1)."""
     return 1 << max(0, n - 1).bit_length()

@@ -16,7 +16,7 @@ from inkling_portable.backends.triton._common import (
     order_is_fixed,
     pdl,
 )
-from inkling_portable.backends.triton.skinny_linear import gated_row, product
+from inkling_portable.backends.triton.skinny_linear import one_row, product
 
 MATMUL_FROM = 65
 """Rows from which sink_experts leaves its two products to the vendor's matrix library."""
@@ -36,24 +36,19 @@ def _log_sigmoid(z):
 
 
 @triton.jit
-def _route_kernel(
-    logits, bias, global_scale, weights, ids, gammas, logits_stride, route_scale, E: tl.constexpr,
-    S: tl.constexpr, TOP_K: tl.constexpr, EP: tl.constexpr, AP: tl.constexpr, PDL: tl.constexpr,
+def route_row(
+    logits, offset, scale, weights, ids, gammas, route_scale, E: tl.constexpr, S: tl.constexpr,
+    TOP_K: tl.constexpr, EP: tl.constexpr, AP: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """One row. A score and its index travel as one 64-bit key, so a maximum needs one reduction.
+    """One row, each pointer at its own. offset [EP] is the bias, scale the global scale.
 
-    The high half orders the score's bits as integers, the low half is larger for lower indices:
-    ties go to the lowest index, and every chosen id is a valid one, for NaN scores too.
+    A score and its index travel as one 64-bit key, so a maximum needs one reduction. The high half
+    orders the score's bits as integers, the low half is larger for lower indices: ties go to the
+    lowest index, and every chosen id is a valid one, for NaN scores too.
     """
-    row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EP)
     exists = expert < E
-    offset = tl.load(bias + expert, mask=exists, other=0.0)
-    scale = tl.load(global_scale)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    z = tl.load(logits + row * logits_stride + expert, mask=exists, other=0.0)
+    z = tl.load(logits + expert, mask=exists, other=0.0, cache_modifier=CACHE)
     score = 1.0 / (1.0 + tl.exp(-z)) + offset
     bits = score.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
@@ -66,13 +61,31 @@ def _route_kernel(
         active = tl.where(slot == i, EP - 1 - (best & 0xFFFFFFFF).to(tl.int32), active)
         key = tl.where(key == best, lowest, key)
     used = slot < TOP_K + S
-    chosen = tl.load(logits + row * logits_stride + active, mask=used, other=0.0)
+    chosen = tl.load(logits + active, mask=used, other=0.0, cache_modifier=CACHE)
     logs = tl.where(used, _log_sigmoid(chosen), float("-inf"))
     shares = tl.exp(logs - tl.max(logs, axis=0))
     result = shares / tl.sum(shares, axis=0) * (route_scale * scale)
-    tl.store(weights + row * TOP_K + slot, result, mask=slot < TOP_K)
-    tl.store(ids + row * TOP_K + slot, active, mask=slot < TOP_K)
-    tl.store(gammas + row * S + slot - TOP_K, result, mask=(slot >= TOP_K) & used)
+    tl.store(weights + slot, result, mask=slot < TOP_K)
+    tl.store(ids + slot, active, mask=slot < TOP_K)
+    tl.store(gammas + slot - TOP_K, result, mask=(slot >= TOP_K) & used)
+
+
+@triton.jit
+def _route_kernel(
+    logits, bias, global_scale, weights, ids, gammas, logits_stride, route_scale, E: tl.constexpr,
+    S: tl.constexpr, TOP_K: tl.constexpr, EP: tl.constexpr, AP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EP)
+    offset = tl.load(bias + expert, mask=expert < E, other=0.0)
+    scale = tl.load(global_scale)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    route_row(
+        logits + row * logits_stride, offset, scale, weights + row * TOP_K, ids + row * TOP_K,
+        gammas + row * S, route_scale, E, S, TOP_K, EP, AP, "",
+    )  # fmt: skip
 
 
 def route(
@@ -160,7 +173,8 @@ def sink_experts(x: Tensor, w13: Tensor, w2: Tensor, gammas: Tensor) -> Tensor:
     stacked = w13.reshape(sinks * double, width)
     fixed = order_is_fixed()
     if rows == 1 and not fixed:
-        y = gated_row(x, stacked, gammas.contiguous(), inner)
+        y = x.new_empty(1, sinks * inner)
+        one_row(x, stacked, y, gammas=gammas.contiguous(), group=inner)
         return product(y, w2, x.dtype, w2.stride(0), sinks)
     if rows >= MATMUL_FROM and not fixed:
         gate_up = torch.matmul(x, stacked.t())

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 from inkling_portable.backends.triton import experts, short_conv
+from inkling_portable.backends.triton import gated_sinks as gating
 from inkling_portable.backends.triton import qkvr_prep as prep
 from inkling_portable.backends.triton import routed_experts as routed
 from inkling_portable.backends.triton import skinny_linear as skinny
@@ -26,5 +27,6 @@ qkvr_prep = _fixed(prep.qkvr_prep)
 conv_residual_norm = _fixed(short_conv.conv_residual_norm)
 gate_logits = _fixed(experts.gate_logits)
 sink_experts = _fixed(experts.sink_experts)
+gated_sinks = _fixed(gating.gated_sinks)
 routed_experts = _fixed(routed.routed_experts)
 skinny_linear = _fixed(skinny.skinny_linear)

@@ -5,6 +5,10 @@ no program reads what another writes, so every row is independent. Short steps t
 launch, a program holding a whole row with its norm. Longer ones give a program a few channels of
 consecutive rows, for which it keeps the weights, and norm in a second launch: their rows are many
 enough for that, and a whole row with its taps leaves no registers for reuse.
+
+Launched dependently, a program that has one row asks for its slot, sources, residual and the taps
+in the state before what runs before it has ended. So these are to be there before the kernel that
+is launched right before begins: in a model only the partial sums come from that one.
 """
 
 from __future__ import annotations
@@ -164,7 +168,7 @@ def _conv_kernel(
     state_stride_b, state_stride_t, state_stride_g, state_stride_w, eps, H: tl.constexpr,
     W: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PACKED: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Without a residual (a channel shard), `summed` receives the convolution itself."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -175,6 +179,21 @@ def _conv_kernel(
     )
     if HAS_NORM:
         gain = tl.load(norm_weight + channel, mask=inside, other=0.0)
+    older = ()
+    if EARLY:
+        row = tl.program_id(0).to(tl.int64)
+        slot = tl.load(slots + row)
+        for back in tl.static_range(1, TAPS):
+            source = tl.load(sources + row * (TAPS - 1) + TAPS - 1 - back)
+            from_slot = tl.maximum(-2 - source, 0)
+            cell = state + (from_slot // page) * state_stride_b
+            cell += (from_slot % page) * state_stride_t
+            cached = channel < tl.where((slot >= 0) & (source < -1), H, 0)
+            # The compiler knows no other way to grow a tuple.
+            value = tl.load(cell + in_state, mask=cached, other=0.0)
+            older = older + (value,)  # type: ignore[assignment]  # noqa: RUF005
+        if HAS_RESIDUAL:
+            carried = tl.load(residual + row * residual_stride + channel, mask=inside, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -187,7 +206,7 @@ def _conv_kernel(
             if HAS_EXTRA:
                 more = tl.load(extra + row * extra_stride + channel, mask=inside, other=0.0)
                 z = (z.to(tl.float32) + more.to(tl.float32)).to(z.dtype)
-            if HAS_RESIDUAL:
+            if HAS_RESIDUAL and not EARLY:
                 carried = tl.load(
                     residual + row * residual_stride + channel, mask=inside, other=0.0
                 )
@@ -198,6 +217,8 @@ def _conv_kernel(
                 # of pointers would do too, but Triton 3.6 cannot compile it for AMD.)
                 source = tl.load(sources + row * (TAPS - 1) + TAPS - 1 - back)
                 value = tl.zeros((BLOCK,), dtype=z.dtype)
+                if EARLY:
+                    value = older[back - 1].to(z.dtype)
                 if real:
                     if source >= 0:
                         value = tl.load(
@@ -208,7 +229,7 @@ def _conv_kernel(
                                 extra + source * extra_stride + channel, mask=inside, other=0.0
                             )
                             value = (value.to(tl.float32) + more.to(tl.float32)).to(z.dtype)
-                    elif source < -1:
+                    elif (source < -1) and (not EARLY):
                         from_slot = -2 - source
                         cell = state + (from_slot // page) * state_stride_b
                         cell += (from_slot % page) * state_stride_t
@@ -297,8 +318,8 @@ def _launch(
         conv_weight.stride(0), conv_weight.stride(1), state.stride(0), state.stride(1),
         state.stride(2), state.stride(3), eps, H=width, W=state.shape[3], TAPS=conv_weight.shape[1],
         BLOCK=block, ROWS=each, PACKED=packed, HAS_EXTRA=extra is not None,
-        HAS_RESIDUAL=residual is not None, HAS_NORM=norm_here, PDL=pdl(),
-        **options(num_warps=warps),
+        HAS_RESIDUAL=residual is not None, HAS_NORM=norm_here,
+        EARLY=each == 1 and not is_rocm(), PDL=pdl(), **options(num_warps=warps),
     )  # fmt: skip
     if norm_weight is not None and not norm_here:
         add_norm(summed, None, norm_weight, eps, normed, summed, width, width)

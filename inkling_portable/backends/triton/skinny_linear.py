@@ -28,32 +28,16 @@ from inkling_portable.backends.triton._common import (
 
 
 @triton.jit
-def _row_kernel(
-    x,
-    weight,
-    out,
-    gammas,
-    columns,
-    x_stride,
-    weight_stride,
-    segment_stride,
-    scale,
-    K: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    EACH: tl.constexpr,
-    BK: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Row program_id(1) of x against EACH rows of the matrix.
+def row_sums(
+    x, weight, gammas, first, columns, weight_stride, segment_stride, dtype: tl.constexpr,
+    K: tl.constexpr, SEGMENT: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr,
+    WEIGHED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row x [K] times rows `first` to `first + EACH` of the matrix -> [EACH] float32.
 
     Column k of row n is at n * weight_stride + (k // SEGMENT) * segment_stride + k % SEGMENT.
-    With SWIGLU, rows 2i and 2i+1 are gate and up; the result of pair i, silu(gate) * up, is
-    multiplied by gammas[row, i // GROUP].
+    WEIGHED, x is float32, multiplied by gammas[k // SEGMENT] and then rounded to `dtype`.
     """
-    first = tl.program_id(0) * EACH
-    row = tl.program_id(1).to(tl.int64)
     n = first + tl.arange(0, EACH)
     inner = tl.arange(0, BK)
     live = (n < columns)[:, None]
@@ -68,19 +52,50 @@ def _row_kernel(
         if PDL and start == 0:  # the matrix does not depend on what ran before; x does
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        value = tl.load(x + row * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHED:
+            value *= tl.load(gammas + k // SEGMENT, mask=inside, other=0.0)
+            value = value.to(dtype).to(tl.float32)
         total += w.to(tl.float32) * value[None, :]
-    sums = tl.sum(total, axis=1)
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
+def gated(sums, dtype: tl.constexpr, EACH: tl.constexpr):
+    """Sums of gate and up rows that alternate [EACH] -> silu(gate) * up [EACH // 2], float32.
+
+    Gate and up are rounded to storage before the activation, as the contract says.
+    """
+    pair = tl.reshape(sums.to(dtype).to(tl.float32), (EACH // 2, 2))
+    gate, up = tl.split(pair)
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _row_kernel(
+    x, weight, out, gammas, columns, x_stride, weight_stride, segment_stride, scale,
+    K: tl.constexpr, SEGMENT: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr,
+    SWIGLU: tl.constexpr, GROUP: tl.constexpr, WEIGHED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Row program_id(1) of x against EACH rows of the matrix; see `row_sums`.
+
+    With SWIGLU, rows 2i and 2i+1 are gate and up; the result of pair i, silu(gate) * up, is
+    multiplied by gammas[row, i // GROUP].
+    """
+    first = tl.program_id(0) * EACH
+    row = tl.program_id(1).to(tl.int64)
+    sums = row_sums(
+        x + row * x_stride, weight, gammas, first, columns, weight_stride, segment_stride,
+        out.dtype.element_ty, K, SEGMENT, EACH, BK, WEIGHED, PDL,
+    )  # fmt: skip
     if SWIGLU:
-        # Gate and up are rounded to storage before the activation, as the contract says.
-        pair = tl.reshape(sums.to(x.dtype.element_ty).to(tl.float32), (EACH // 2, 2))
-        gate, up = tl.split(pair)
         i = first // 2 + tl.arange(0, EACH // 2)
         inside = i < columns // 2
         gamma = tl.load(gammas + row * (columns // 2 // GROUP) + i // GROUP, mask=inside, other=0.0)
-        y = gate * tl.sigmoid(gate) * up * gamma
+        y = gated(sums, x.dtype.element_ty, EACH) * gamma
         tl.store(out + row * (columns // 2) + i, y, mask=inside)
     else:
+        n = first + tl.arange(0, EACH)
         tl.store(out + row * columns + n, sums * scale, mask=n < columns)
 
 
@@ -238,12 +253,7 @@ def product(
         return out
     segment = inner // segments
     if rows == 1 and not order_is_fixed():
-        each, block, warps = row_tiling(inner, columns)
-        _row_kernel[(ceil_div(columns, each), rows)](
-            x, weight, out, None, columns, x.stride(0), weight.stride(-2), segment_stride, scale,
-            K=inner, SEGMENT=segment, EACH=each, BK=block, SWIGLU=False, GROUP=1, PDL=pdl(),
-            **options(num_warps=warps),
-        )  # fmt: skip
+        one_row(x, weight, out, segment_stride, segment, scale)
         return out
     exact = x.dtype == torch.float32
     tall, wide, deep, parts, stages = tile_tiling(rows, columns, inner, exact)
@@ -270,20 +280,24 @@ def product(
     return out
 
 
-def gated_row(x: Tensor, weight: Tensor, gammas: Tensor, group: int) -> Tensor:
-    """One row of x [1, K] through gate and up rows [2F, K] that alternate, with their activation.
+def one_row(
+    x: Tensor, weight: Tensor, out: Tensor, segment_stride: int = 0, segment: int = 0,
+    scale: float = 1.0, gammas: Tensor | None = None, group: int = 0,
+) -> None:  # fmt: skip
+    """One row x [1, K] through a matrix as in `product`, of segments of `segment` columns (0: one).
 
-    Column i is multiplied by gammas[0, i // group]. -> [1, F] of x's dtype.
+    With `gammas` [1, n], float32: where `group` is given, gate and up rows alternate, and out [1,
+    F] has their activation, column i times gammas[0, i // group]; else x is float32 and its columns
+    are multiplied by the gamma of their segment, with one rounding to the type of `out`.
     """
-    columns, inner = weight.shape
-    out = torch.empty(1, columns // 2, dtype=x.dtype, device=x.device)
+    columns, inner = weight.shape[-2], x.shape[1]
+    segment = segment or inner
     each, block, warps = row_tiling(inner, columns)
     _row_kernel[(ceil_div(columns, each), 1)](
-        x, weight, out, gammas, columns, x.stride(0), weight.stride(0), 0, 1.0,
-        K=inner, SEGMENT=inner, EACH=each, BK=block, SWIGLU=True, GROUP=group, PDL=pdl(),
-        **options(num_warps=warps),
+        x, weight, out, gammas, columns, x.stride(0), weight.stride(-2), segment_stride, scale,
+        K=inner, SEGMENT=segment, EACH=each, BK=block, SWIGLU=group > 0, GROUP=max(1, group),
+        WEIGHED=gammas is not None and not group, PDL=pdl(), **options(num_warps=warps),
     )  # fmt: skip
-    return out
 
 
 def skinny_linear(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:

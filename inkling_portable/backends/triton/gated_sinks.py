@@ -1,0 +1,109 @@
+"""A decode step's gate, routing and sinks in two launches.
+
+The gate's rows and the sinks' gate and up rows are products of the same row, so one launch has
+both. Of the programs with gate rows the last to arrive chooses the experts while the others still
+read. The sinks' weights are known only then: the second launch multiplies them in where it reads
+the activations, which until then are float32, so that they are rounded once and as they were.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inkling_portable.backends.triton._common import (
+    arrivals,
+    ceil_div,
+    check_rows,
+    check_shapes,
+    next_power_of_2,
+    options,
+    order_is_fixed,
+    pdl,
+)
+from inkling_portable.backends.triton.experts import gate_logits, route, route_row, sink_experts
+from inkling_portable.backends.triton.skinny_linear import (
+    gated,
+    one_row,
+    row_sums,
+    row_tiling,
+)
+
+
+@triton.jit
+def _gated_kernel(
+    x, gate, w13, logits, inner, bias, global_scale, weights, ids, gammas, arrived, gate_stride,
+    w13_stride, columns, route_scale, H: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
+    TOP_K: tl.constexpr, EP: tl.constexpr, AP: tl.constexpr, GATES: tl.constexpr,
+    EACH: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """GATES programs with EACH rows of the gate, then some with EACH of the sinks' `columns`.
+
+    `arrived` is a zero, and one again at the end.
+    """
+    program = tl.program_id(0)
+    if program < GATES:
+        n = program * EACH + tl.arange(0, EACH)
+        sums = row_sums(
+            x, gate, gammas, program * EACH, E + S, gate_stride, 0, x.dtype.element_ty,
+            H, H, EACH, BK, False, PDL,
+        )  # fmt: skip
+        tl.store(logits + n, sums, mask=n < E + S)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
+        if before == GATES - 1:
+            expert = tl.arange(0, EP)
+            offset = tl.load(bias + expert, mask=expert < E, other=0.0)
+            route_row(
+                logits, offset, tl.load(global_scale), weights, ids, gammas, route_scale,
+                E, S, TOP_K, EP, AP, ".cg",
+            )  # fmt: skip
+            tl.store(arrived, 0)
+    else:
+        first = (program - GATES) * EACH
+        sums = row_sums(
+            x, w13, gammas, first, columns, w13_stride, 0, x.dtype.element_ty,
+            H, H, EACH, BK, False, PDL,
+        )  # fmt: skip
+        i = first // 2 + tl.arange(0, EACH // 2)
+        tl.store(inner + i, gated(sums, x.dtype.element_ty, EACH), mask=i < columns // 2)
+
+
+def gated_sinks(
+    x: Tensor, gate: Tensor, bias: Tensor, global_scale: Tensor, top_k: int, route_scale: float,
+    w13: Tensor, w2: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """See the contract. Other than one row: the three ops one after the other."""
+    check_rows("gated_sinks", x=x, gate=gate, bias=bias, w13=w13, w2=w2)
+    check_shapes("gated_sinks", "x TH=, gate GH=, w13 SDH=, w2 SHI=, bias E", x, gate, w13, w2,
+                 bias, D=2 * w2.shape[2], G=bias.shape[0] + w13.shape[0])  # fmt: skip
+    (rows, hidden), (sinks, double, _), experts = x.shape, w13.shape, bias.shape[0]
+    if not 0 < top_k <= experts:
+        raise ValueError(f"gated_sinks: top_k needs 1 to {experts}; found {top_k}")
+    for name, value in (("bias", bias), ("global_scale", global_scale)):
+        if value.dtype != torch.float32:
+            raise ValueError(f"gated_sinks: {name} needs float32, because routing compares close "
+                             f"scores; found {value.dtype}, so keep it in float32")  # fmt: skip
+    if rows != 1 or order_is_fixed():
+        logits = gate_logits(x, gate)
+        weights, ids, gammas = route(logits, bias, global_scale, top_k, route_scale)
+        return logits, weights, ids, sink_experts(x, w13, w2, gammas)
+    new = x.new_empty
+    logits, weights = (new(1, n, dtype=torch.float32) for n in (experts + sinks, top_k))
+    ids, gammas = new(1, top_k, dtype=torch.int32), new(1, sinks, dtype=torch.float32)
+    inner = new(1, sinks * double // 2, dtype=torch.float32)
+    stacked = w13.reshape(sinks * double, hidden)
+    each, block, warps = row_tiling(hidden, sinks * double)
+    gates = ceil_div(experts + sinks, each)
+    _gated_kernel[(gates + ceil_div(sinks * double, each),)](
+        x, gate, stacked, logits, inner, bias, global_scale, weights, ids, gammas,
+        arrivals(x.device), gate.stride(0), stacked.stride(0), sinks * double, route_scale,
+        H=hidden, E=experts, S=sinks, TOP_K=top_k, EP=next_power_of_2(experts),
+        AP=next_power_of_2(top_k + sinks), GATES=gates, EACH=each, BK=block,
+        PDL=pdl(), **options(num_warps=warps),
+    )  # fmt: skip
+    out = torch.empty_like(x)
+    one_row(inner, w2, out, w2.stride(0), double // 2, gammas=gammas)
+    return logits, weights, ids, out
