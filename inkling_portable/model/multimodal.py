@@ -45,6 +45,7 @@ from inkling_portable.model.preprocess import (
     image_settings,
 )
 from inkling_portable.model.towers import AudioTower, VisionTower
+from inkling_portable.model.warm_up_steps import Call
 
 OPENERS = {"image": "<|content_image|>", "audio": "<|content_audio_input|>"}
 SLOTS = {"image": "<|unused_200054|>", "audio": "<|unused_200053|>"}
@@ -282,6 +283,20 @@ class InklingForConditionalGeneration(InklingForCausalLM, SupportsMultiModal, Gr
     def get_language_model(self) -> torch.nn.Module:
         """This module itself: the towers stand beside the decoder, not around it."""
         return self
+
+    def warm_up_calls(self) -> list[Call]:
+        return [*super().warm_up_calls(), Call(self._run_towers, name="the towers")]
+
+    def _run_towers(self, ids: Tensor, positions: Tensor, rows: Tensor) -> None:
+        """Triton's forms of a number of rows. The engine's own profile runs one tower, or none."""
+        count = rows.shape[0]
+        if count not in (1, 2, 16):
+            return
+        if self.visual is not None:
+            size, weight = self.visual.config.patch_size, self.visual.final_norm.weight
+            self.visual(weight.new_zeros(count, 1, size, size, self.visual.config.channels))
+        if self.audio is not None:
+            self.audio(ids.new_zeros(count, self.audio.config.mel_bins, dtype=torch.int32))
 
     def embed_multimodal(self, **fields: Any) -> tuple[Tensor, ...]:
         """One `[slots, H]` per item, in the order of the items of the one modality given."""

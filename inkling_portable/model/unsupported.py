@@ -71,6 +71,12 @@ def refusals(vllm_config: Any) -> Iterator[str]:
         )
     if getattr(model, "runner_type", "generate") != "generate":
         yield (f"Inkling is served to generate; found --runner {model.runner_type}; leave it out")
+    on_gpu = getattr(vllm_config.device_config, "device_type", "") == "cuda"
+    if vllm_config.lora_config is not None and on_gpu and str(model.dtype) == "torch.float32":
+        yield (
+            "the engine's kernels for adapters take rows of 16 bits; found --enable-lora with "
+            "float32; set --dtype bfloat16"
+        )
     if drafts is None or drafts.method != "mtp":
         return
     if parallel.pipeline_parallel_size > 1:

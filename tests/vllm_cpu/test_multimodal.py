@@ -18,6 +18,7 @@ from torch import Tensor
 
 from inkling_portable import plugin
 from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.model import warm_up
 from inkling_portable.model.multimodal import largest_square
 from inkling_portable.model.preprocess import (
     AudioSettings,
@@ -25,6 +26,7 @@ from inkling_portable.model.preprocess import (
     dmel_levels,
     image_patches,
 )
+from inkling_portable.model.warm_up_steps import Bounds
 from tests import hf_oracle, nursery
 from tests.media import picture, ruled_pixels, tone, transformers_levels
 from tests.vllm_cpu.conftest import SOFT_BOUND, Engine, dense, prompt, soften_head
@@ -434,3 +436,25 @@ def test_preprocessing_equals_vllms_own() -> None:
         assert (ours - torch.from_numpy(patches)).abs().max() <= 2**-7
     for samples, levels in theirs["clips"].items():
         assert torch.equal(dmel_levels(tone(samples), AudioSettings()), torch.from_numpy(levels))
+
+
+def test_towers_run_before_the_server_is_ready(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one row, with rows that 16 divides and with others: Triton tells those apart."""
+    seen: dict[str, set[int]] = {}
+
+    def watched(model: Any) -> None:
+        for tower in (model.visual, model.audio):
+            real = tower.forward
+
+            def noted(rows: Tensor, real: Any = real, name: str = type(tower).__name__) -> Tensor:
+                found: Tensor = real(rows)
+                seen.setdefault(name, set()).add(len(found))
+                return found
+
+            monkeypatch.setattr(tower, "forward", noted)
+        warm_up.warm_up(model, model.vllm_config, Bounds(17, 2, 1, 64))
+
+    engines().on_model(watched)
+    assert seen == {"VisionTower": {1, 2, 16}, "AudioTower": {1, 2, 16}}

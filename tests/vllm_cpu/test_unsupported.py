@@ -74,6 +74,10 @@ SET: dict[str, tuple[dict[str, Any], tuple[str, str, Any], str]] = {
     ),
     "two batches": ({}, ("parallel_config", "enable_dbo", True), "found 2 microbatches"),
     "elastic": ({}, ("parallel_config", "enable_elastic_ep", True), "or --enable-elastic-ep; use"),
+    "float32 adapters": (
+        {"enable_lora": True}, ("device_config", "device_type", "cuda"),
+        "found --enable-lora with float32; set --dtype bfloat16",
+    ),
     "stages with drafts": (
         {"speculative_config": MTP}, ("parallel_config", "pipeline_parallel_size", 2),
         "found --pipeline-parallel-size 2; use --tensor-parallel-size, or draft with another",
