@@ -2,13 +2,14 @@
 
     python -m benchmarks.ranks [--ranks 2] [--tokens 1,4,16,64,512] [--hidden 6144]
                                [--exchanges nccl,lamport,vllm] [--hand-over 2048]
-                               [--out benchmarks/results/ranks/h200-x2.json]
+                               [--prompts 512,2048] [--out benchmarks/results/ranks/h200-x2.json]
 
 `lamport` is ours without barriers, `nccl` the portable one (reduce-scatter, convolution, gather,
 add and norm), `vllm` the engine's `LamportRSConv` with its tables made beforehand. Microseconds of
 one call, bfloat16, one partial sum, under graph replay of 60 calls; the slowest rank's median
-counts. What is timed is compared first. The hand-over in `backends/triton/lamport.py` is to be set
-where `nccl` becomes the faster, which `--hand-over` finds: memory for more rows.
+counts. What is timed is compared first. Rows are of one request each, and those of `--prompts` of
+one request together. The hand-over in `backends/triton/lamport.py` is to be set where `nccl`
+becomes the faster, which `--hand-over` finds: memory for more rows.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ CALLS, PAGE = 60, 16
 Call = Callable[[], Any]
 
 
-def arguments(tokens: int, hidden: int, rank: int, ranks: int) -> dict[str, Any]:
-    """Decode rows, each in its own page of the state."""
+def arguments(
+    tokens: int, hidden: int, rank: int, ranks: int, prompt: bool = False
+) -> dict[str, Any]:
+    """Decode rows, each in its own page of the state, or the first rows of one prompt."""
     torch.manual_seed(tokens)  # the residual is the same on every rank
     share = hidden // ranks
 
@@ -45,13 +48,15 @@ def arguments(tokens: int, hidden: int, rank: int, ranks: int) -> dict[str, Any]
         return torch.randn(*shape, device="cuda").bfloat16()
 
     residual, norm = draw(tokens, hidden), draw(hidden)
-    slots = torch.arange(tokens, device="cuda") * PAGE + 5
+    every = torch.arange(tokens, device="cuda")
+    slots = every if prompt else every * PAGE + 5
+    taps = (every if prompt else slots)[:, None] - torch.arange(3, 0, -1, device="cuda")
     torch.manual_seed(1000 + rank)
     return {
         "partial": draw(tokens, hidden), "extra": None, "residual": residual,
         "conv_weight": draw(share, 4) * 0.3, "norm_weight": norm, "eps": 1e-6,
         "state": draw(tokens, PAGE, 1, share), "slots": slots,
-        "sources": -2 - (slots[:, None] - torch.arange(3, 0, -1, device="cuda")),
+        "sources": taps.clamp(min=-1) if prompt else -2 - taps,
     }  # fmt: skip
 
 
@@ -88,7 +93,7 @@ def engines_exchange(rank: int, ranks: int, hidden: int, most: int) -> Any:
 
 def measure(
     rank: int, ranks: int, store: str, tokens: list[int], hidden: int, asked: list[str],
-    hand_over: int, out: str, command: str,
+    prompts: list[int], hand_over: int, out: str, command: str,
 ) -> None:  # fmt: skip
     torch.cuda.set_device(rank)
     lamport.HAND_OVER = hand_over
@@ -104,12 +109,13 @@ def measure(
         refusal = lamport.prepare(Target.detect(), Facts(tp=ranks, hidden=hidden), group, gather)
         assert refusal is None, refusal
     engine = engines_exchange(rank, ranks, hidden, max(tokens)) if "vllm" in asked else None
-    rows = []
-    for count in tokens:
-        a = arguments(count, hidden, rank, ranks)
+    rows: list[dict[str, Any]] = []
+    for count, prompt in [(n, False) for n in tokens] + [(n, True) for n in prompts]:
+        a = arguments(count, hidden, rank, ranks, prompt)
         wanted = portable(**a, group=group)[1]
-        row: dict[str, Any] = {"tokens": count}
-        for name, call in peers(a, group, engine, asked).items():
+        row: dict[str, Any] = {"tokens": count, "prompt": prompt}
+        # vLLM's is told of requests, which the rows of `arguments` have one each of.
+        for name, call in peers(a, group, None if prompt else engine, asked).items():
             for _ in range(3):
                 found = call()[1]
             torch.cuda.synchronize()
@@ -121,10 +127,11 @@ def measure(
         rows.append(row)
         if rank == 0:
             print(json.dumps(row), flush=True)
-    if rank == 0 and out:
-        result = {**environment(), "command": command, "ranks": ranks, "hidden": hidden, "us": rows}
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        Path(out).write_text(json.dumps(result, indent=1) + "\n")
+        if rank == 0 and out:  # after each row, as a run may be cut
+            result = {**environment(), "command": command, "ranks": ranks, "hidden": hidden,
+                      "us": rows}  # fmt: skip
+            Path(out).parent.mkdir(parents=True, exist_ok=True)
+            Path(out).write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()
 
 
@@ -134,15 +141,17 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,4,16,64,128,256,512")
     parser.add_argument("--hidden", type=int, default=6144)
     parser.add_argument("--exchanges", default="nccl,lamport,vllm")
+    parser.add_argument("--prompts", default="")
     parser.add_argument("--hand-over", type=int, default=lamport.HAND_OVER)
     parser.add_argument("--out", default="")
     asked = parser.parse_args()
     tokens = [int(n) for n in asked.tokens.split(",")]
+    prompts = [int(n) for n in asked.prompts.split(",") if n]
     command = " ".join(["python", "-m", "benchmarks.ranks", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(
             measure, (asked.ranks, f"{folder}/store", tokens, asked.hidden,
-                      asked.exchanges.split(","), asked.hand_over, asked.out, command),
+                      asked.exchanges.split(","), prompts, asked.hand_over, asked.out, command),
             nprocs=asked.ranks,
         )  # fmt: skip
 

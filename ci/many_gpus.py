@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -18,15 +19,22 @@ from inkling_portable.recipes import STRATEGIES, render  # noqa: E402
 
 DOCS = ROOT / "docs" / "many-gpus.md"
 RESULTS = ROOT / "benchmarks" / "results" / "ranks"
-MEASURED, ENGINES = RESULTS / "h200-x2.json", RESULTS / "h200-x2-earlier-form.json"
+MEASURED = RESULTS / "h200-x2.json"
 HIDDEN, LAYERS, STORED = 6144, 66, 2  # bfloat16
-PEER_US, LINK_GBS = 0.1, 400.0  # each rank more; of 450 GB/s each way, what stores reach
+PEER_US, LINK_GBS = 0.1, 220.0  # each rank more; what long steps reach of 450 GB/s each way
 HOP_US, NCCL_GBS = 1.7, 250.0  # of each collective, for each rank more
+
+
+def measured(prompts: bool) -> list[dict[str, Any]]:
+    """Steps of rows of one request each, or of one prompt, by their number of rows."""
+    rows = json.loads(MEASURED.read_text())["us"]
+    found = [row for row in rows if row.get("prompt", False) == prompts]
+    return sorted(found, key=lambda row: int(row["tokens"]))
 
 
 def on_two(name: str, rows: int) -> float:
     """Microseconds of an exchange between two GPUs, between measured steps by a straight line."""
-    found = [(row["tokens"], row[name]) for row in json.loads(MEASURED.read_text())["us"]]
+    found = [(row["tokens"], row[name]) for row in measured(prompts=False)]
     below = max(pair for pair in found if pair[0] <= rows)
     above = min((pair for pair in found if pair[0] >= rows), default=below)
     part = (rows - below[0]) / max(1, above[0] - below[0])
@@ -50,12 +58,14 @@ def portable_us(rows: int, ranks: int) -> float:
 
 def measured_table() -> str:
     """Rows of Markdown: tokens, and microseconds of each exchange between two GPUs."""
-    lines = ["| tokens | lamport | triton (NCCL) | vllm, in another run |", "|---" * 4 + "|"]
-    engines = {r["tokens"]: r["vllm"] for r in json.loads(ENGINES.read_text())["us"]}
-    for row in json.loads(MEASURED.read_text())["us"]:
-        row |= {"vllm": engines[row["tokens"]]} if row["tokens"] in engines else {}
-        cells = (f"{row[name]:.3g}" if name in row else "-" for name in ("lamport", "nccl", "vllm"))
-        lines.append(f"| {row['tokens']} | {' | '.join(cells)} |")
+    lines = ["| tokens | lamport | triton (NCCL) | vllm | a prompt: lamport | triton |",
+             "|---" * 6 + "|"]  # fmt: skip
+    of_prompts = {row["tokens"]: row for row in measured(prompts=True)}
+    for row in measured(prompts=False):
+        times = [row.get(name) for name in ("lamport", "nccl", "vllm")]
+        times += [of_prompts.get(row["tokens"], {}).get(name) for name in ("lamport", "nccl")]
+        cells = " | ".join("-" if time is None else f"{time:.3g}" for time in times)
+        lines.append(f"| {row['tokens']} | {cells} |")
     return "\n".join(lines)
 
 

@@ -128,7 +128,8 @@ class Virtual:
 def shapes(ranks: int) -> list[tuple[int, int, int, int]]:
     """(rows, programs, pieces, warps) that all ranks' programs fit the chip with."""
     units = torch.cuda.get_device_properties(0).multi_processor_count // ranks
-    wanted = [(1, 1, 8, 8), (1, 1, 1, 4), (3, 3, 4, 8), (8, 8, 1, 8), (12, 5, 2, 4)]
+    wanted = [(1, 1, 8, 8), (1, 1, 1, 4), (3, 3, 4, 8), (8, 8, 1, 8), (12, 5, 2, 4),
+              (2, 2, 4, 4), (9, 9, 1, 4)]  # fmt: skip
     return [(r, n, p if n * p <= units else 1, w) for r, n, p, w in wanted if n <= units]
 
 

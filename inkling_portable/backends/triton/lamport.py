@@ -15,11 +15,12 @@ arrive together) and read by volatile loads, past the L1. Reuse of memory stands
 reads a word and ends" and "a later kernel of the stream stores", which the end of a kernel orders
 (with dependent launch, `gdc_wait`, before which nothing of ours is touched).
 
-**Copies.** Where a program has more threads than words, Triton gives several threads the same one,
-and only one of them says whether it is there: another may have looked too early. So what such a
-program waited for it reads once more, after the barrier in the reduction that ended the wait. Such
-threads also store twice; a store that comes late finds its word not yet emptied, since that is done
-after words of the next call have come from the same rank.
+**Copies.** Where a program has more threads than words, Triton gives several threads the same one.
+NVIDIA's threads each wait for their own copies, in a loop of PTX without a barrier. Elsewhere one
+says for all whether a word is there, and another may have looked too early: so such a program reads
+once more, after the barrier in the reduction that ended the wait. Such threads also store twice; a
+store that comes late finds its word not yet emptied, since no thread empties before its program has
+seen words of the next call from every rank, which a barrier says.
 
 **Reuse.** Call n uses generation n mod 3 of the memory; the count lies in device memory, advanced
 by the last program of a call, so replayed graphs go on where any call stopped. While rank R is in
@@ -28,10 +29,10 @@ words arrive in the generations of n and n + 1 only, and R may empty that of n -
 as it used. P stores there in n + 2, after reading words of R's n + 1, before which R's call n ended
 with its emptying. Two generations would not do: n - 1 and n + 1 would be one.
 
-**Liveness.** There are no more programs than compute units, so all run at once, whatever the rows;
-a program publishes its parts of all its rows before it waits for any. Sums wait for such parts
-only, and gathers, which a program begins when it has published all its sums, for such sums. Ranks
-make the same calls on one stream each.
+**Liveness.** All programs run at once, whatever the rows, since the chip has room for them, see
+`PER_UNIT`; a program publishes its parts of all its rows before it waits for any. Sums wait for
+such parts only, and gathers, which a program begins when it has published all its sums, for such
+sums. Ranks make the same calls on one stream each.
 
 **A rank that is gone.** After `PATIENCE` polls (minutes) a program notes it in `control` and traps:
 the server ends with a CUDA error and not with wrong numbers.
@@ -62,17 +63,21 @@ from inkling_portable.backends.triton.short_conv import load_weight, packed_taps
 from inkling_portable.registry import Facts, Gather
 from inkling_portable.target import Target
 
-HAND_OVER = 1024
-"""Rows beyond which all ranks take the portable exchange; 75 MB a rank at Inkling's width. Between
-two H200 that one took 149 us for so many rows and this one 70, and 230 and 144 for 2,048, in which
-no row was another's tap; longer steps are prompts, whose rows are."""
+HAND_OVER = 2048
+"""Rows beyond which all ranks take the portable exchange; 151 MB a rank at Inkling's width. Between
+two H200 that one took 232 us for so many rows and this one 110, of a prompt 204 and 118; more were
+not measured."""
 PATIENCE, TRIAL_PATIENCE = 1 << 28, 1 << 26
 """Polls before a rank is given up, while serving and when the exchange is tried at start: each is a
 load of at least half a microsecond, so minutes."""
 GENERATIONS = 3
 SENDS = ("plain", "relaxed at system scope", "the same, four words at once")
 """How words are stored; the last needs pieces of whole fours."""
-MOST_PIECES = 8  # programs that share a row of a short step
+MOST_PIECES = 4  # programs that share a row of a short step
+WARPS, PER_UNIT = 4, 2
+"""Programs that an NVIDIA compute unit surely holds: with four warps each, all 65,536 registers are
+enough for two of the most that a thread can have, and neither needs a tenth of the memory. Four
+warps also have a thread for every four words of a quarter of half a row of Inkling's."""
 ARRIVED, GAVE_UP, USED = 1, 2, 4
 """Words of `control` behind the generation of the next call: programs of this call that have ended,
 whether a reader lost patience, and the rows that each generation holds."""
@@ -133,57 +138,99 @@ def _quads(values):
     return first, second, third, fourth
 
 
-@triton.jit
-def _receive(place, mask, control, patience, TRAP: tl.constexpr, THREADS: tl.constexpr):
-    """Words at `place`, once none of them is empty."""
-    words = tl.load(place, mask=mask, other=0, volatile=True)
-    polls = 0
-    while (tl.max(tl.where(mask & (words == -1), 1, 0)) != 0) & (polls < patience):
-        words = tl.load(place, mask=mask, other=0, volatile=True)
-        polls += 1
-    _give_up(polls, patience, control, TRAP)
-    if words.shape[0] < THREADS:  # see Copies
-        words = tl.load(place, mask=mask, other=0, volatile=True)
-    return words
+@triton.constexpr_function
+def _polling(ranks, pack, trap):
+    """PTX by which a thread reads `pack` fours of words of each of `ranks` until none is empty.
+
+    Operands, `pack` of each: the words (4 * ranks), zeros where they are not wanted; their
+    addresses (ranks); whether they are wanted; how often to look; where to note a vain wait.
+    """
+    count, words = ranks * pack, 4 * ranks * pack
+    wanted, patience, lost = words + count, words + count + pack, words + count + 2 * pack
+    lines = [f".reg .pred any, late, m<{count}>;", ".reg .s32 polls;", "mov.s32 polls, 0;"]
+    lines += [f"mov.b32 ${i}, 0;" for i in range(words)]
+    lines += [f"setp.ne.s32 m{i}, ${wanted + i % pack}, 0;" for i in range(count)]
+    loads, tests = [], []
+    for i in range(count):
+        four = [f"${(4 * (i // pack) + k) * pack + i % pack}" for k in range(4)]
+        loads.append(f"@m{i} ld.volatile.global.v4.b32 {{{', '.join(four)}}}, [${words + i}];")
+        tests.append(f"setp.eq.s32 m{i}, {four[0]}, -1;")
+        tests += [f"setp.eq.or.s32 m{i}, {one}, -1, m{i};" for one in four[1:]]
+    lines += ["AGAIN:", *loads, *tests, "mov.pred any, m0;"]
+    lines += [f"or.pred any, any, m{i};" for i in range(1, count)]
+    lines += ["@!any bra DONE;", f"setp.ge.s32 late, polls, ${patience};"]
+    lines += ["add.s32 polls, polls, 1;", "@!late bra AGAIN;"]
+    lines += [f"st.global.b32 [${lost}], 1;", "trap;" if trap else "", "DONE:"]
+    return f"{{ {' '.join(lines)} }}"
+
+
+@triton.constexpr_function
+def _operands(ranks, pack):
+    """Constraints of `_polling`."""
+    kinds = ["=&r"] * 4 * ranks + ["l"] * ranks + ["r", "r", "l"]
+    return ",".join(kind for kind in kinds for _ in range(pack))
+
+
+@triton.constexpr_function
+def _kinds(ranks):
+    return (tl.int32,) * (4 * ranks)
 
 
 @triton.jit
-def _give_up(polls, patience, control, TRAP: tl.constexpr):
-    if polls >= patience:
-        tl.store(control + _GAVE_UP, 1)
-        if TRAP:
-            tl.inline_asm_elementwise("trap; mov.b32 $0, $1;", "=r,r", [polls], tl.int32, False, 1)
-
-
-@triton.jit
-def _all_ranks(place, mask, SHARE: tl.constexpr, RANKS: tl.constexpr):
-    """Words [n] of every rank, and whether any is empty."""
+def _look(place, size, APART: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """[BLOCK] words of every rank, zeros from `size` on, and whether any is empty."""
+    word = tl.arange(0, BLOCK)
     words = ()
-    missing = tl.zeros(mask.shape, tl.int1)
+    missing = tl.zeros((BLOCK,), tl.int1)
     for rank in tl.static_range(RANKS):
-        words += (tl.load(place + rank * SHARE, mask=mask, other=0, volatile=True),)  # type: ignore[assignment]
-        missing = missing | (mask & (words[rank] == -1))
+        words += (tl.load(place + rank * APART + word, mask=word < size, other=0, volatile=True),)  # type: ignore[assignment]
+        missing = missing | (words[rank] == -1)
     return words, tl.max(missing.to(tl.int32)) != 0
 
 
 @triton.jit
-def _total(
-    parts, row, first, control, patience, SHARE: tl.constexpr, PIECE: tl.constexpr,
-    BLOCK: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr, TRAP: tl.constexpr,
-    THREADS: tl.constexpr,
+def _arrived(
+    place, size, control, patience, APART: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    FOURS: tl.constexpr, TRAP: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Sum over ranks of `PIECE` words from word `first` of this rank's share of a row, float32."""
-    word = tl.arange(0, BLOCK)
-    mask = word < PIECE
-    place = parts + row * RANKS * SHARE + first + word
-    words, missing = _all_ranks(place, mask, SHARE, RANKS)
-    polls = 0
-    while missing & (polls < patience):
-        words, missing = _all_ranks(place, mask, SHARE, RANKS)
-        polls += 1
-    _give_up(polls, patience, control, TRAP)
-    if BLOCK < THREADS:  # see Copies
-        words, _ = _all_ranks(place, mask, SHARE, RANKS)
+    """What `_look` finds once nothing is empty. With FOURS each thread waits for its own words."""
+    if FOURS:
+        PACK: tl.constexpr = BLOCK // 4 // THREADS if BLOCK // 4 > THREADS else 1
+        word = 4 * tl.arange(0, BLOCK // 4)
+        at = ()
+        for rank in tl.static_range(RANKS):
+            at += ((place + rank * APART + word).to(tl.int64),)  # type: ignore[assignment]
+        at += ((word < size).to(tl.int32), patience, (control + _GAVE_UP).to(tl.int64))  # type: ignore[assignment]
+        fours = tl.inline_asm_elementwise(_polling(RANKS, PACK, TRAP), _operands(RANKS, PACK), at,
+                                          _kinds(RANKS), False, PACK)  # fmt: skip
+        words = ()
+        for rank in tl.static_range(RANKS):
+            even = tl.join(fours[4 * rank], fours[4 * rank + 2])
+            odd = tl.join(fours[4 * rank + 1], fours[4 * rank + 3])
+            words += (tl.reshape(tl.join(even, odd), [BLOCK]),)  # type: ignore[assignment]
+    else:
+        words, missing = _look(place, size, APART, RANKS, BLOCK)
+        polls = 0
+        while missing & (polls < patience):
+            words, missing = _look(place, size, APART, RANKS, BLOCK)
+            polls += 1
+        if polls >= patience:
+            tl.store(control + _GAVE_UP, 1)
+            if TRAP:
+                tl.inline_asm_elementwise("trap; mov.b32 $0, $1;", "=r,r", [polls], tl.int32, False,
+                                          1)  # fmt: skip
+        if BLOCK < THREADS:  # see Copies
+            words, _ = _look(place, size, APART, RANKS, BLOCK)
+    return words
+
+
+@triton.jit
+def _total(
+    place, size, control, patience, SHARE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    FOURS: tl.constexpr, TRAP: tl.constexpr, THREADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Sum over ranks of the channels in `size` words of parts of this rank's share, float32."""
+    words = _arrived(place, size, control, patience, SHARE, RANKS, BLOCK, FOURS, TRAP, THREADS)
     if PAIRS:
         low, high = _low(words[0]), _high(words[0])
         for rank in tl.static_range(1, RANKS):
@@ -205,8 +252,8 @@ def _exchange_kernel(
     state_stride_w, eps, H: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr,
     RANKS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr,
     GENERATIONS: tl.constexpr, PAIRS: tl.constexpr, HAS_EXTRA: tl.constexpr,
-    HAS_NORM: tl.constexpr, PACKED: tl.constexpr, SEND: tl.constexpr, TRAP: tl.constexpr,
-    THREADS: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, PACKED: tl.constexpr, SEND: tl.constexpr, FOURS: tl.constexpr,
+    TRAP: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, piece) has rows i, i + programs, ... and a piece of this rank's share of each.
 
@@ -252,7 +299,7 @@ def _exchange_kernel(
             z = (z.to(tl.float32) + more.to(tl.float32)).to(z.dtype)
         place = everyone[:, None] + (start + (row * RANKS + me) * SHARE + word)[None, :]
         _send(place, _words(z), whole, SEND)
-    parts = own + start
+    parts = own + start + piece * PIECE
     kind: tl.constexpr = summed.dtype.element_ty
     in_state = (channel // W) * state_stride_g + (channel % W) * state_stride_w
     before = (generation + GENERATIONS - 1) % GENERATIONS
@@ -273,16 +320,16 @@ def _exchange_kernel(
             cell += (from_slot % page) * state_stride_t
             kept = inside & (channel < tl.where(real & (origins[back - 1] < -1), H, 0))
             older += (tl.load(cell + in_state, mask=kept, other=0.0).to(kind),)  # type: ignore[assignment]
-        z = _total(parts, row, piece * PIECE, control, patience, SHARE, PIECE, WORDS, RANKS, PAIRS,
-                   TRAP, THREADS).to(kind)  # fmt: skip
+        z = _total(parts + row * LINE, PIECE, control, patience, SHARE, RANKS, WORDS, FOURS, TRAP,
+                   THREADS, PAIRS).to(kind)  # fmt: skip
         total = z.to(tl.float32)
         total += tl.where(real, total * tap_weight(newest, PACKED, TAPS - 1), 0.0)
         for back in tl.static_range(1, TAPS):
             value = older[back - 1]  # type: ignore[var-annotated]
             source = origins[back - 1]  # type: ignore[var-annotated]
             if real & (source >= 0):
-                value = _total(parts, source, piece * PIECE, control, patience, SHARE, PIECE, WORDS,
-                               RANKS, PAIRS, TRAP, THREADS).to(kind)  # fmt: skip
+                value = _total(parts + source * LINE, PIECE, control, patience, SHARE, RANKS, WORDS,
+                               FOURS, TRAP, THREADS, PAIRS).to(kind)  # fmt: skip
             if PACKED:
                 weight = newest
             else:
@@ -295,6 +342,7 @@ def _exchange_kernel(
         write = tl.maximum(slot, 0)
         cell = state + (write // page) * state_stride_b + (write % page) * state_stride_t
         tl.store(cell + in_state, z, mask=inside & (channel < tl.where(real, H, 0)))
+    tl.debug_barrier()  # see Copies
     # What the call before used is empty again before the call after is published.
     for stale in range(first, used, programs):
         line = own + before * 2 * size + (start * 0 + stale) * LINE
@@ -303,27 +351,22 @@ def _exchange_kernel(
         tl.store(place, empty, mask=whole)
         tl.store(place + size, empty, mask=whole)
     tl.debug_barrier()  # nor read the generation after it
-    ended = tl.atomic_add(control + _ARRIVED, 1)
+    # Relaxed, since an ordering one would first wait for the peers to have what was stored.
+    if tl.atomic_add(control + _ARRIVED, 1, sem="relaxed") == programs * PIECES - 1:
+        tl.store(control + _ARRIVED, 0)  # all programs of this call have read the generation
+        tl.store(control + _USED + generation, rows)
+        tl.store(control, (generation + 1) % GENERATIONS)
     for index in range(first, rows, programs):
         row = start * 0 + index
         carried = tl.load(residual + row * residual_stride + column, mask=present, other=0.0)
-        at = tl.arange(0, ROW_BLOCK // PER_WORD)
-        words = _receive(own + start + size + row * LINE + at, at < LINE, control, patience, TRAP,
-                         THREADS)  # fmt: skip
-        if PAIRS:
-            branch = tl.interleave(_low(words), _high(words))
-        else:
-            branch = words.to(tl.float32, bitcast=True)
+        branch = _total(own + start + size + row * LINE, LINE, control, patience, 0, 1,
+                        ROW_BLOCK // PER_WORD, FOURS, TRAP, THREADS, PAIRS)  # fmt: skip
         y = (carried.to(tl.float32) + branch).to(carried.dtype)
         mine = (column >= piece * (H // PIECES)) & (column < (piece + 1) * (H // PIECES))
         tl.store(summed + row * H + column, y, mask=mine)
         if HAS_NORM:
             out = scaled(y.to(tl.float32), gain.to(tl.float32), H, eps)
             tl.store(normed + row * H + column, out, mask=mine)
-    if ended == programs * PIECES - 1:  # all programs of this call have read the generation
-        tl.store(control + _ARRIVED, 0)
-        tl.store(control + _USED + generation, rows)
-        tl.store(control, (generation + 1) % GENERATIONS)
 
 
 @dataclass
@@ -349,7 +392,7 @@ class Workspace:
     def run(
         self, partial: Tensor, extra: Tensor | None, residual: Tensor, conv_weight: Tensor,
         norm_weight: Tensor | None, eps: float, state: Tensor, slots: Tensor, sources: Tensor,
-        programs: int, pieces: int, warps: int = 8,
+        programs: int, pieces: int, warps: int = WARPS,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The op by `programs` times `pieces` programs that share rows and a row; see `plan`."""
         check_rows("conv_residual_norm", partial=partial, extra=extra, residual=residual,
@@ -378,8 +421,8 @@ class Workspace:
             TAPS=conv_weight.shape[1], RANKS=self.ranks, PIECES=pieces,
             BLOCK=next_power_of_2(piece), ROW_BLOCK=block, GENERATIONS=self.generations,
             PAIRS=pairs, HAS_EXTRA=extra is not None, HAS_NORM=norm_weight is not None,
-            PACKED=packed, SEND=send, TRAP=self.trap, THREADS=warps * (64 if is_rocm() else 32),
-            PDL=pdl(), **options(num_warps=warps),
+            PACKED=packed, SEND=send, FOURS=send == 2, TRAP=self.trap,
+            THREADS=warps * (64 if is_rocm() else 32), PDL=pdl(), **options(num_warps=warps),
         )  # fmt: skip
         return normed, summed
 
@@ -395,7 +438,7 @@ def plan(rows: int, share: int) -> tuple[int, int, int]:
     pieces = MOST_PIECES
     while pieces > 1 and (pieces * rows > units or share % (2 * pieces)):
         pieces //= 2
-    return units // pieces, pieces, 8
+    return units * (1 if is_rocm() else PER_UNIT) // pieces, pieces, WARPS
 
 
 _prepared: dict[str, Workspace] = {}
@@ -480,7 +523,8 @@ def _try(facts: Facts, group: str, found: list[Workspace]) -> str | None:
     draw = torch.Generator().manual_seed(7)
 
     def grid(*shape: int) -> Tensor:
-        values = torch.randint(-2, 3, shape, generator=draw) / 4
+        # A server's default device, while it builds the model, is not the generator's.
+        values = torch.randint(-2, 3, shape, generator=draw, device="cpu") / 4
         return values.to(device=device, dtype=getattr(torch, facts.dtype))
 
     zeros = torch.full((rows, facts.conv_taps - 1), -1, device=device)
