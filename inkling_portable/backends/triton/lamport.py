@@ -67,9 +67,9 @@ HAND_OVER = 2048
 """Rows beyond which all ranks take the portable exchange; 151 MB a rank at Inkling's width. Between
 two H200 that one took 232 us for so many rows and this one 110, of a prompt 204 and 118; more were
 not measured."""
-PATIENCE, TRIAL_PATIENCE = 1 << 28, 1 << 26
+PATIENCE, TRIAL_PATIENCE = 1 << 29, 1 << 26
 """Polls before a rank is given up, while serving and when the exchange is tried at start: each is a
-load of at least half a microsecond, so minutes."""
+load of at least a third of a microsecond, so minutes."""
 GENERATIONS = 3
 SENDS = ("plain", "relaxed at system scope", "the same, four words at once")
 """How words are stored; the last needs pieces of whole fours."""
