@@ -139,7 +139,7 @@ def arguments(op: str, rows: int, rank: Rank, device: str, decode: bool = True,
     if op == "qkvr_prep":
         return _prep(rows, rank, device, decode, dtype)
     if op == "gate_logits":
-        return {"x": normal(rows, h, **kinds), "weight": normal(258, h, scale=0.02, **kinds)}
+        return {"x": normal(rows, h, **kinds), "weight": normal(264, h, scale=0.02, **kinds)[:258]}
     if op == "route":
         return {"logits": normal(rows, 258, device=device, dtype=FLOAT),
                 "bias": normal(256, device=device, dtype=FLOAT, scale=0.1),

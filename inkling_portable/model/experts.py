@@ -38,7 +38,9 @@ class Gate(nn.Module):
         super().__init__()
         text = settings.text
         rows = text.num_experts + text.num_sinks
-        self.weight = nn.Parameter(torch.empty(rows, text.hidden_size), requires_grad=False)
+        # With a few rows of zeros behind it in memory: see the Triton provider of gate_logits.
+        whole = torch.zeros(rows + -rows % 8, text.hidden_size)
+        self.weight = nn.Parameter(whole[:rows], requires_grad=False)
         self.bias = nn.Parameter(
             torch.empty(text.num_experts, dtype=torch.float32), requires_grad=False
         )
