@@ -152,8 +152,8 @@ class InklingAttention(CacheLayer):
         q, rel = self.ops.qkvr_prep(
             qkvr, self.k_sconv.weight, self.v_sconv.weight, self.q_norm.weight,
             self.k_norm.weight, self.rel_logits_proj.proj, self.eps, self.log_floor,
-            self.log_alpha, conv.streams[K], conv.streams[V], conv_meta.slots[:rows],
-            conv_meta.sources[:rows], self.keys, self.values, meta.slots[:rows], positions,
+            self.log_alpha, conv.streams[K], conv.streams[V], *conv_meta.first(rows), self.keys,
+            self.values, meta.slots[:rows], positions,
         )  # fmt: skip
         self._attend(q, rel, out)
         return out.view(rows, -1)

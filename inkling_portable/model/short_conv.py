@@ -40,6 +40,13 @@ class ConvMetadata:
 
     slots: Tensor  # [rows] int64, -1 in padding
     sources: Tensor  # [rows, K - 1] int64: where each row's earlier taps are, see op conv_sources
+    _cut: tuple[Tensor, Tensor] | None = None
+
+    def first(self, rows: int) -> tuple[Tensor, Tensor]:
+        """(slots, sources) of the first `rows`; all layers of a step ask for as many."""
+        if self._cut is None or self._cut[0].shape[0] != rows:
+            self._cut = self.slots[:rows], self.sources[:rows]
+        return self._cut
 
 
 class ConvMetadataBuilder(MetadataBuilder):
@@ -170,11 +177,10 @@ class BranchEnd(ShortConv):
         step = step_metadata()
         if step is None or not state.streams:
             return self._without_state(partial, extra, residual, norm)
-        rows = partial.shape[0]
         meta: ConvMetadata = step[state.prefix]
         return state.ops.conv_residual_norm(
             partial, extra, residual, self.weight, norm, self.eps, state.streams[self.stream],
-            meta.slots[:rows], meta.sources[:rows], self.group,
+            *meta.first(partial.shape[0]), self.group,
         )  # fmt: skip
 
     def _without_state(

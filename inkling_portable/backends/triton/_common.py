@@ -79,17 +79,16 @@ def pdl() -> bool:
     A kernel that is launched with it must call `gdc_wait` before it reads what another kernel
     wrote, or writes what another may still read.
     """
-    return _pays(target()) if _dependent_launch is None else _dependent_launch and _can(target())
+    global _asked
+    machine = target()
+    if _asked[0] is not machine:  # every launch asks, and hashing a target takes a microsecond
+        can = machine.vendor == "cuda" and int(machine.arch[2:]) >= 90
+        _asked = machine, can, can and machine.key in DEPENDENT_LAUNCH
+    return _asked[2] if _dependent_launch is None else _dependent_launch and _asked[1]
 
 
-@cache
-def _can(machine: Target) -> bool:
-    return machine.vendor == "cuda" and int(machine.arch[2:]) >= 90
-
-
-@cache
-def _pays(machine: Target) -> bool:
-    return _can(machine) and machine.key in DEPENDENT_LAUNCH
+_asked: tuple[Target | None, bool, bool] = (None, False, False)
+"""The target that `pdl` was last asked for: whether it can, and whether it pays."""
 
 
 _fixed_order = False
@@ -172,7 +171,7 @@ def row_block(op: str, width: int) -> tuple[int, int]:
 def check_rows(op: str, **tensors: Tensor | None) -> None:
     """Raise ValueError naming the first argument whose last axis is not contiguous."""
     for name, value in tensors.items():
-        if value is not None and value.shape[-1] > 1 and value.stride(-1) != 1:
+        if value is not None and value.stride(-1) != 1 and value.shape[-1] > 1:
             raise ValueError(f"{op}: {name} needs a contiguous last axis; found stride "
                              f"{value.stride(-1)}, so pass {name}.contiguous()")  # fmt: skip
 
