@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks.small_ops_shapes import LAYERS, OPS, RANKS, Arguments, Rank, arguments
 from benchmarks.timing import copies, environment, median_us
 from inkling_portable.agreement import disagreements
+from inkling_portable.backends.cuda import OFFERS as CUDA
 from inkling_portable.backends.triton import OFFERS
 from inkling_portable.backends.triton._common import dependent_launch
 from inkling_portable.registry import contract
@@ -36,6 +37,8 @@ Call = Callable[[], Any]
 
 # Our kernels are launched a second time with programmatic dependent launch under this name.
 DEPENDENT = "triton+pdl"
+OWN = ("rows",)
+"""Our providers for NVIDIA's chips alone that serve long steps."""
 
 
 def ours(op: str) -> Callable[..., Any]:
@@ -223,6 +226,9 @@ def measure(op: str, rows: int, rank: Rank, layer: str, decode: bool) -> dict[st
             times[DEPENDENT] = microseconds(bound(function, sets))
     except Exception as error:
         print(f"  {op}: with dependent launch: {error}", file=sys.stderr)
+    for offer in (row for row in CUDA if row.op == op and row.provider in OWN and not decode):
+        faults = [*faults, *disagreements(contract(op), offer.load(), sets[0])]
+        times[offer.provider] = microseconds(bound(offer.load(), sets))
     for name in peers(op, sets[0]):
         try:
             times[name] = microseconds([peers(op, a)[name] for a in sets])

@@ -28,7 +28,7 @@ ENGINE = ("vllm", "fa4 x1", "humming", "marlin")
 # What its linear layers call; what an op stands in for.
 INSTEAD = {"skinny_linear": ("cublas",), "gated_sinks": ("parts",)}
 # Our providers under theirs.
-OURS = {"ours": "triton", "triton": "triton", "mma": "mma"}
+OURS = {"ours": "triton", "triton": "triton", "mma": "mma", "rows": "rows"}
 WAVERING = 1.02
 SPECIAL = ("gluon", "fa4")  # rows of ours for some calls only
 HEAD = (
@@ -111,14 +111,15 @@ def evidence() -> dict[tuple[str, str], tuple[str, ...]]:
 
 
 def dependent_launch() -> tuple[str, ...]:
-    """Chips on which programmatic dependent launch was timed with small ops and never lost."""
+    """Chips on which programmatic dependent launch was timed with small ops and never lost, but for
+    shapes that another row of ours serves."""
     ratios: dict[str, list[float]] = {}
     for path in sorted(RESULTS.glob("*.json")):
         report = json.loads(path.read_text())
         machine = report.get("machine") or report["environment"]
         for row in report["results"]:
             times = row["us"]
-            if {"triton", "triton+pdl"} <= times.keys():
+            if {"triton", "triton+pdl"} <= times.keys() and "rows" not in times:
                 chip = machine["target"].split("+")[0]
                 ratios.setdefault(chip, []).append(times["triton+pdl"] / times["triton"])
     return tuple(sorted(chip for chip, found in ratios.items() if max(found) <= WAVERING))

@@ -296,6 +296,35 @@ DEVICE int sum_up_to(int x, int lane) {
     meet_warp();
     return sum;
 }
+DEVICE void keep(u32& pair) {}
+// A thread's own copies, at once in even blocks and when they are waited for in odd ones.
+struct Own { void* to; const void* from; int group; };
+static std::vector<Own> own_copies[fibers::MOST];
+static int own_groups[fibers::MOST];
+DEVICE void copy_own(void* to, const void* from) {
+    if ((uintptr_t)to % 16 || (uintptr_t)from % 16) __builtin_trap();
+    if (blockIdx.x & 1) own_copies[threadIdx.x].push_back({to, from, own_groups[threadIdx.x]});
+    else memcpy(to, from, 16);
+}
+DEVICE void close_own() { own_groups[threadIdx.x]++; }
+template <int LEFT>
+DEVICE void await_own() {
+    auto& mine = own_copies[threadIdx.x];
+    while (!mine.empty() && mine[0].group < own_groups[threadIdx.x] - LEFT) {
+        memcpy(mine[0].to, mine[0].from, 16);
+        mine.erase(mine.begin());
+    }
+}
+DEVICE float inverse_root(float x) { return 1 / sqrtf(x); }
+DEVICE float sum_of_warp(float x) {
+    static float held[fibers::MOST];
+    held[threadIdx.x] = x;
+    meet_warp();
+    float sum = 0;
+    for (int i = 0; i < 32; i++) sum += held[(threadIdx.x & ~31) + i];
+    meet_warp();
+    return sum;
+}
 // Fibers change at collective operations only.
 DEVICE int add_shared(int* p, int x) {
     const int before = *p;

@@ -3,6 +3,7 @@
 MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("concat_norms", "triton"): ("cuda:sm90/132",),
     ("conv_residual_norm", "lamport"): ("cuda:sm90/132",),
+    ("conv_residual_norm", "rows"): ("cuda:sm90/132",),
     ("conv_residual_norm", "triton"): ("cuda:sm90/132",),
     ("conv_sources", "triton"): ("cuda:sm90/132",),
     ("dmel_embed_norm", "triton"): ("cuda:sm90/132",),

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from inkling_portable.backends.cuda import compiled, routed_experts_mma, routed_experts_wgmma
+from inkling_portable.backends.cuda import (
+    compiled,
+    routed_experts_mma,
+    routed_experts_wgmma,
+    short_conv_rows,
+)
 from inkling_portable.backends.triton.routed_experts import Matrix
 
 SMALL = (1, 4, 9, 16, 64, 128, 512, 1024, 8192)
@@ -80,6 +85,15 @@ def test_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for _, name, _ in cases} == {"experts", "combine"}
     for path, _, macros in sorted(cases, key=str):
         assert compiled.compile_source(compiled.source_of(path), macros, "sm_90a")
+
+
+def test_ends_of_branches() -> None:
+    """Both hidden sizes, with and without a second partial sum."""
+    source = compiled.source_of(short_conv_rows.SOURCE)
+    for width, extra in ((6144, 1), (6144, 0), (4096, 1)):
+        macros = (("H", width), ("W", width // 2), ("EXTRA", extra), ("MOST_ROWS", 64),
+                  ("STAGES", 4))  # fmt: skip
+        assert compiled.compile_source(source, macros, "sm_90a")
 
 
 def test_what_nvrtc_refuses_is_told() -> None:

@@ -13,7 +13,8 @@ from benchmarks.small_ops_shapes import OPS, RANKS, arguments
 from inkling_portable.agreement import convert, disagreements, run
 from inkling_portable.backends.triton import OFFERS
 from inkling_portable.inputs import SeededDraw
-from inkling_portable.registry import check_schema, contract
+from inkling_portable.registry import Facts, check_schema, contract, table
+from inkling_portable.target import Target
 from tests.guards import broken_guards, guarded
 
 SEEDS = 40
@@ -47,6 +48,31 @@ def test_contract_on_served_shapes(op: str) -> None:
             torch.manual_seed(rows)
             served = arguments(op, rows, RANKS[name], "cuda", decode)
             assert not disagreements(contract(op), provider(op), served), (op, name, rows)
+
+
+@pytest.mark.parametrize("rows", [300, 700, 2100])
+def test_long_steps_in_one_pass(rows: int) -> None:
+    """Where that kernel is offered: the contract, and the portable kernels' sums bit for bit."""
+    op, here = "conv_residual_norm", Target.detect()
+    offers = [row for row in table("cuda") if (row.op, row.provider) == (op, "rows")]
+    for offer in offers if not offers[0].refusal(here, Facts()) else ():
+        for name in RANK_NAMES:
+            served = arguments(op, rows, RANKS[name], "cuda", False)
+            for extra in (served["extra"], None):
+                call = {**served, "extra": extra}
+                assert not disagreements(contract(op), offer.load(), call), name
+                assert torch.equal(offer.load()(**call)[1], provider(op)(**call)[1]), name
+
+
+def test_gate_with_and_without_rows_behind_its_matrix() -> None:
+    """The vendor's library may read NaN there; copies, as other tests make, have nothing there."""
+    op, memory = contract("gate_logits"), torch.randn(264, 6144, device="cuda").bfloat16()
+    memory[258:] = float("nan")
+    x = torch.randn(700, 6144, device="cuda").bfloat16()
+    for weight in (memory[:258], memory[:258].clone()):
+        truth = op.reference(x.double(), weight.double())
+        got = provider("gate_logits")(x, weight)
+        assert op.tolerances[0].check(got, op.reference(x, weight), truth) is None
 
 
 @pytest.mark.parametrize("op", OPS)
