@@ -20,6 +20,7 @@ from inkling_portable.recipes import STRATEGIES, render  # noqa: E402
 DOCS = ROOT / "docs" / "many-gpus.md"
 RESULTS = ROOT / "benchmarks" / "results" / "ranks"
 MEASURED = RESULTS / "h200-x2.json"
+STEPS = RESULTS.parent / "serving" / "pair-h200.json"
 HIDDEN, LAYERS, STORED = 6144, 66, 2  # bfloat16
 PEER_US, LINK_GBS = 0.1, 220.0  # each rank more; what long steps reach of 450 GB/s each way
 HOP_US, NCCL_GBS = 1.7, 250.0  # of each collective, for each rank more
@@ -69,6 +70,20 @@ def measured_table() -> str:
     return "\n".join(lines)
 
 
+def step_table() -> str:
+    """Rows of Markdown: a decode step of two ranks, milliseconds with each exchange."""
+    times = {
+        (row["batch"], row["context"], found["exchange"]): row["us"] / 1e3
+        for found in json.loads(STEPS.read_text())["results"] for row in found["rows"]
+    }  # fmt: skip
+    lines = ["| requests x context | lamport | triton (NCCL) | vLLM's own model |", "|---" * 4 + "|"]
+    for batch, context in sorted({key[:2] for key in times}):
+        found = [times.get((batch, context, name)) for name in ("lamport", "triton", "vllm")]
+        cells = " | ".join("-" if time is None else f"{time:.3g}" for time in found)
+        lines.append(f"| {batch} x {context:,} | {cells} |")
+    return "\n".join(lines)
+
+
 def cost_table() -> str:
     """Rows of Markdown: tokens, both exchanges on 4 and 8 ranks, and a step's worth of them."""
     names = [f"TP{ranks} {what}, us" for ranks in (4, 8) for what in ("lamport", "triton")]
@@ -90,7 +105,7 @@ def recipe(strategy: str) -> str:
 
 def rendered(text: str) -> str:
     """The document with what stands between its marks made anew."""
-    tables = {"measured": measured_table(), "cost": cost_table()}
+    tables = {"measured": measured_table(), "steps": step_table(), "cost": cost_table()}
     parts = tables | {name: recipe(name) for name in STRATEGIES}
     for name, part in parts.items():
         before, mark, rest = text.partition(f"<!-- {name} -->\n")
