@@ -76,7 +76,7 @@ def step_table() -> str:
         (row["batch"], row["context"], found["exchange"]): row["us"] / 1e3
         for found in json.loads(STEPS.read_text())["results"] for row in found["rows"]
     }  # fmt: skip
-    lines = ["| requests x context | lamport | triton (NCCL) | vLLM's own model |", "|---" * 4 + "|"]
+    lines = ["| requests x context | lamport | triton (NCCL) | vLLM's model |", "|---" * 4 + "|"]
     for batch, context in sorted({key[:2] for key in times}):
         found = [times.get((batch, context, name)) for name in ("lamport", "triton", "vllm")]
         cells = " | ".join("-" if time is None else f"{time:.3g}" for time in found)
