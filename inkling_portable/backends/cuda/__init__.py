@@ -63,7 +63,6 @@ OFFERS: tuple[Offer, ...] = (
     offer("conv_residual_norm", "lamport", LAMPORT + "conv_residual_norm",
           needs(arch=("sm90", "sm100", "sm103")), ranks, prepare=LAMPORT + "prepare",
           only_if_asked=measured),
-    # Long steps on one rank; what it does not take it hands to Triton's row.
     offer("conv_residual_norm", "rows", ".short_conv_rows:conv_residual_norm", needs(arch="sm90"),
           needs(tp=1, dtype="bfloat16", conv_taps=4, triton=">=3.6")),
     offer("conv_residual_norm", "vllm", ".incumbent:conv_residual_norm",

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import importlib.util
 import re
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -49,6 +50,9 @@ class _Config(ctypes.Structure):
 
 
 _attributes = (_Attribute * 2)(_Attribute(_DEPENDENT, value=1), _Attribute(_TOGETHER, value=1))
+# Where a launch's attributes begin, by whether it is a dependent one.
+_begin = [ctypes.cast(ctypes.byref(_attributes, i * ctypes.sizeof(_Attribute)),
+                      ctypes.POINTER(_Attribute)) for i in (1, 0)]  # fmt: skip
 
 
 @cache
@@ -126,23 +130,31 @@ def _check(status: int, doing: str) -> None:
         raise CompileError(f"the CUDA driver failed in {doing}: {(name.value or b'?').decode()}")
 
 
+class Values:
+    """Arguments of a launch, 64 bits each, of which a kernel reads as many as it declares."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self._block = (ctypes.c_longlong * len(numbers))(*numbers)
+        first = ctypes.addressof(self._block)
+        places = array("Q", range(first, first + 8 * len(numbers), 8))
+        self.pointers = (ctypes.c_void_p * len(numbers)).from_buffer(places)
+
+    def __getitem__(self, i: int) -> ctypes.c_longlong:
+        return ctypes.c_longlong.from_buffer(self._block, 8 * i)
+
+
 def packed(args: Sequence[Tensor | int | None], wide: int
-           ) -> tuple[list[ctypes._SimpleCData[int]], ctypes.Array[ctypes.c_void_p]]:  # fmt: skip
+           ) -> tuple[Values, ctypes.Array[ctypes.c_void_p]]:  # fmt: skip
     """(values, pointers to them) as a launch wants them: see `Kernel.launch`."""
-    values: list[ctypes._SimpleCData[int]] = []
-    for i, value in enumerate(args):
-        if isinstance(value, int):
-            values.append((ctypes.c_longlong if i >= len(args) - wide else ctypes.c_int)(value))
-        else:
-            values.append(ctypes.c_uint64(0 if value is None else value.data_ptr()))
-    return values, (ctypes.c_void_p * len(args))(*(ctypes.addressof(v) for v in values))
+    values = Values([a if isinstance(a, int) else 0 if a is None else a.data_ptr() for a in args])
+    return values, values.pointers
 
 
 @dataclass
 class Launch:
     """A launch that can be made again, with other numbers in `values`, while its tensors live."""
 
-    values: list[ctypes._SimpleCData[int]]
+    values: Values
     run: Callable[[], int | None]
 
     def __call__(self) -> None:
@@ -200,8 +212,7 @@ class Kernel:
         self._ask_for(shared)
         config = _Config(
             *grid, 1, threads, 1, 1, shared, torch.cuda.current_stream().cuda_stream,
-            ctypes.cast(ctypes.byref(_attributes, 0 if dependent else ctypes.sizeof(_Attribute)),
-                        ctypes.POINTER(_Attribute)), int(dependent) + int(together),
+            _begin[dependent], int(dependent) + int(together),
         )  # fmt: skip
         start = _driver().cuLaunchKernelEx
         return Launch(values, partial(start, ctypes.byref(config), self._function, pointers, None))

@@ -1,7 +1,4 @@
-"""conv_residual_norm for many rows on one rank: one pass, in which a block has whole rows.
-
-`short_conv_rows.cu` says how. Fewer rows, and what does not fit, go to the Triton kernels.
-"""
+"""conv_residual_norm for many rows on one rank; fewer, and what does not fit, go to Triton's."""
 
 from __future__ import annotations
 
@@ -26,13 +23,13 @@ def takes(wide: tuple[Tensor, ...], narrow: tuple[Tensor, ...], conv_weight: Ten
     """Whether the kernel reads these: four taps, bfloat16 in pieces of 16 bytes, and no gaps in the
     narrow ones; the last of the wide ones is the state."""
     width, part = wide[0].shape[1], wide[-1].shape[3]
-    if width % 256 or width > 6144 or part % 8 or not triton.packed_taps(conv_weight):
-        return False
-    if any(t.dtype != torch.bfloat16 or t.data_ptr() % 16 for t in (*wide, conv_weight, narrow[0])):
-        return False
-    return all(t.is_contiguous() for t in narrow) and not any(
-        t.stride(-1) != 1 or any(step % 8 for step in t.stride()[:-1]) for t in wide
-    )
+    pieces = (*wide, conv_weight, narrow[0])
+    return (
+        not (width % 256 or width > 6144 or part % 8) and triton.packed_taps(conv_weight)
+        and all(t.is_contiguous() for t in narrow)
+        and all(t.dtype == torch.bfloat16 and not t.data_ptr() % 16 for t in pieces)
+        and all(t.stride(-1) == 1 and not any(s % 8 for s in t.stride()[:-1]) for t in wide)
+    )  # fmt: skip
 
 
 def conv_residual_norm(

@@ -33,8 +33,8 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
         whole = experts + -experts % 8
         end = weight.storage_offset() + (whole - 1) * step + width
         if x.dtype == torch.bfloat16 and 2 * end <= weight.untyped_storage().nbytes():
-            behind = weight.as_strided((whole, width), (step, 1))
-            return torch.mm(x, behind.t(), out_dtype=torch.float32)[:, :experts]
+            columns = weight.as_strided((width, whole), (1, step))
+            return torch.mm(x, columns, out_dtype=torch.float32)[:, :experts]
     return product(x, weight, torch.float32)
 
 
