@@ -115,7 +115,10 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         right[case.task] += good
         if not good:
             wrong.append({"task": case.task, "found": text, "wanted": case.wanted})
-    counters = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    metrics = llm.get_metrics()
+    counters = {m.name: m.value for m in metrics if hasattr(m, "value")}
+    depths = {m.name: m.values for m in metrics if hasattr(m, "values")}
+    accepted = depths.get("vllm:spec_decode_num_accepted_tokens_per_pos", [])
     steps = counters.get("vllm:spec_decode_num_drafts", 0)
     gained = counters.get("vllm:spec_decode_num_accepted_tokens", 0)
     total = sum(right.values())
@@ -124,6 +127,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "choose": options.choose, "asked": options.count, "right": right,
         "share": total / len(cases), "interval": wilson(total, len(cases)),
         "tokens per step": 1 + gained / steps if steps else None,
+        "accepted by depth": [round(count / steps, 4) for count in accepted] if steps else None,
         "seconds": round(seconds, 2), "start_seconds": round(ready - started, 1),
         "wrong": wrong[:20],
     }  # fmt: skip
