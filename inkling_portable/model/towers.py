@@ -17,6 +17,9 @@ from inkling_portable.model.config import AudioConfig, VisionConfig
 
 PATCHES_AT_ONCE = 1024
 """Image patches that pass through the stages together; the first stage widens each of them."""
+FEWEST_AT_ONCE = 16
+"""Where memory ran out, fewer do: an error in a step would end the engine, with all its requests.
+"""
 
 
 class TowerOps(Protocol):
@@ -58,8 +61,15 @@ class VisionTower(nn.Module):
 
     def forward(self, patches: Tensor) -> Tensor:
         """Embed patches of the parameters' dtype and device."""
-        parts = [self._embed(part) for part in patches.split(PATCHES_AT_ONCE)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        at_once = min(PATCHES_AT_ONCE, max(1, len(patches)))
+        while True:
+            try:
+                parts = [self._embed(part) for part in patches.split(at_once)]
+                return parts[0] if len(parts) == 1 else torch.cat(parts)
+            except torch.OutOfMemoryError:
+                if at_once <= FEWEST_AT_ONCE:
+                    raise
+            at_once = max(FEWEST_AT_ONCE, at_once // 4)
 
     def _embed(self, x: Tensor) -> Tensor:
         count, last, eps = x.shape[0], len(self.stages) - 1, self.config.norm_eps

@@ -137,6 +137,27 @@ def test_many_patches_pass_in_bounded_pieces(monkeypatch):
     assert largest.numel == max(3 * 2 * 4 * 4 * 64, expected.numel())
 
 
+@pytest.mark.parametrize("room", [16, 20, 100])
+def test_fewer_patches_at_once_where_memory_ran_out(
+    monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """An error in a step would end the engine, and every request in it."""
+    tower = randomised(towers.VisionTower(VisionConfig(32, 4, 2, 3, 2, 1e-6), OPS), torch.float64)
+    patches = torch.rand(150, 1, 4, 4, 3, dtype=torch.float64)
+    want, embed = tower(patches), tower._embed
+
+    def scarce(part: torch.Tensor) -> torch.Tensor:
+        if len(part) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return embed(part)
+
+    monkeypatch.setattr(tower, "_embed", scarce)
+    torch.testing.assert_close(tower(patches), want, rtol=1e-12, atol=1e-12)
+    room = 3
+    with pytest.raises(torch.OutOfMemoryError):
+        tower(patches)
+
+
 @given(
     patch=st.integers(2, 64),
     temporal=st.sampled_from([1, 2, 3, 4, 6]),
