@@ -4,7 +4,8 @@ The grid is one list of programs in four roles: query norms, keys (conv, norm, c
 cache) and tiles of the relative projection. An item is one head of one token; each role takes its
 items in blocks, small ones at decode, so that a single token already spreads over many programs.
 Every state row that is read is older than the step and every row that is written belongs to it, so
-programs need no order.
+programs need no order. For the same reason few rows are read from the state before what runs before
+ends; slots, sources and positions are to be there as for `short_conv`.
 """
 
 from __future__ import annotations
@@ -45,12 +46,21 @@ def _head_norm(tile, gain, D: tl.constexpr, eps):
 
 
 @triton.jit
+def _from_state(state, at, wanted, in_state, page, stride_b, stride_t):
+    """Rows of the state, zeros where a tap is none of these."""
+    slot = tl.maximum(-2 - at, 0)
+    cell = (slot // page) * stride_b + (slot % page) * stride_t
+    return tl.load(state + cell[:, None] + in_state, mask=(at < -1)[:, None] & wanted, other=0.0)
+
+
+@triton.jit
 def _kv_role(
     block_index, source, weight, state, cache, norm, qkvr_stride, weight_stride_c, weight_stride_k,
     state_stride_b, state_stride_t, state_stride_g, state_stride_w, cache_stride_p, cache_stride_t,
     cache_stride_h, cache_stride_d, conv_slots, sources, conv_page, kv_slots, kv_page, rows, eps,
     scale, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TAPS: tl.constexpr,
     ITEMS: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr, MOST: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Convolve ITEMS heads of keys or values, write their state and their cache rows.
 
@@ -65,12 +75,23 @@ def _kv_role(
     kv_slot = tl.load(kv_slots + token, mask=live, other=-1)
     channel = head[:, None] * D + column[None, :]
     here = source + token[:, None] * qkvr_stride + channel
-    z = tl.load(here, mask=mask, other=0.0)
     kernel = load_weight(weight, channel, mask, weight_stride_c, weight_stride_k, TAPS - 1, PACKED)
     if NORM:
         gain = tl.load(norm + column, mask=column < D, other=0.0).to(tl.float32)
     real = conv_slot >= 0
     in_state = head[:, None] * state_stride_g + column[None, :] * state_stride_w
+    older = ()
+    if EARLY:
+        for back in tl.static_range(1, TAPS):
+            at = tl.load(sources + token * (TAPS - 1) + TAPS - 1 - back, mask=live, other=-1)
+            value = _from_state(
+                state, at, real[:, None] & mask, in_state, conv_page, state_stride_b, state_stride_t
+            )
+            older = older + (value,)  # type: ignore[assignment]  # noqa: RUF005
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    z = tl.load(here, mask=mask, other=0.0)
     wide = z.to(tl.float32)
     total = wide + tl.where(real[:, None], wide * tap_weight(kernel, PACKED, TAPS - 1), 0.0)
     for back in tl.static_range(1, TAPS):
@@ -78,11 +99,12 @@ def _kv_role(
         from_step = (real & (at >= 0))[:, None] & mask
         place = source + tl.maximum(at, 0)[:, None] * qkvr_stride + channel
         before = tl.load(place, mask=from_step, other=0.0)
-        slot = tl.maximum(-2 - at, 0)
-        cell = (slot // conv_page) * state_stride_b + (slot % conv_page) * state_stride_t
-        cached = tl.load(
-            state + cell[:, None] + in_state, mask=(real & (at < -1))[:, None] & mask, other=0.0
-        )
+        if not EARLY:
+            cached = _from_state(
+                state, at, real[:, None] & mask, in_state, conv_page, state_stride_b, state_stride_t
+            )
+        else:
+            cached = older[back - 1]
         # One of the two is zero: they never speak for the same row.
         tap = before.to(tl.float32) + cached.to(tl.float32)
         if PACKED:
@@ -112,6 +134,7 @@ def _kv_role(
 def _query_role(
     block_index, qkvr, norm, out, positions, rows, qkvr_stride, eps, log_floor, log_alpha,
     HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ITEMS: tl.constexpr, LOG: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm ITEMS query heads."""
     item = block_index.to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
@@ -120,8 +143,11 @@ def _query_role(
     column = tl.arange(0, DP)
     mask = live[:, None] & (column < D)[None, :]
     place = token[:, None] * qkvr_stride + head[:, None] * D + column[None, :]
-    q = tl.load(qkvr + place, mask=mask, other=0.0)
     weight = tl.load(norm + column, mask=column < D, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    q = tl.load(qkvr + place, mask=mask, other=0.0)
     y = _head_norm(q.to(tl.float32), weight, D, eps).to(q.dtype).to(tl.float32)
     if LOG:
         y *= _gain(positions, token, live, log_floor, log_alpha)[:, None]
@@ -132,7 +158,7 @@ def _query_role(
 def _relative_role(
     tile, source, proj, out, positions, rows, qkvr_stride, proj_stride, log_floor, log_alpha,
     HQ: tl.constexpr, D_REL: tl.constexpr, RP: tl.constexpr, EXT: tl.constexpr, ITEMS: tl.constexpr,
-    COLUMNS: tl.constexpr, LOG: tl.constexpr, EXACT_DOT: tl.constexpr,
+    COLUMNS: tl.constexpr, LOG: tl.constexpr, EXACT_DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of the relative projection: ITEMS heads by COLUMNS distances."""
     across: tl.constexpr = (EXT + COLUMNS - 1) // COLUMNS
@@ -141,14 +167,17 @@ def _relative_role(
     live = token < rows
     inner = tl.arange(0, RP)
     column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
-    r = tl.load(
-        source + token[:, None] * qkvr_stride + head[:, None] * D_REL + inner[None, :],
-        mask=live[:, None] & (inner < D_REL)[None, :],
-        other=0.0,
-    )
     p = tl.load(
         proj + inner[:, None] * proj_stride + column[None, :],
         mask=(inner < D_REL)[:, None] & (column < EXT)[None, :],
+        other=0.0,
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    r = tl.load(
+        source + token[:, None] * qkvr_stride + head[:, None] * D_REL + inner[None, :],
+        mask=live[:, None] & (inner < D_REL)[None, :],
         other=0.0,
     )
     if EXACT_DOT:
@@ -173,12 +202,9 @@ def _prep_kernel(
     D: tl.constexpr, DP: tl.constexpr, D_REL: tl.constexpr, RP: tl.constexpr, EXT: tl.constexpr,
     TAPS: tl.constexpr, Q_ITEMS: tl.constexpr, KV_ITEMS: tl.constexpr, REL_ITEMS: tl.constexpr,
     REL_COLUMNS: tl.constexpr, PACKED: tl.constexpr, LOG: tl.constexpr, EXACT_DOT: tl.constexpr,
-    MOST: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     if index < kv_blocks:
         _kv_role(
             index, qkvr + HQ * D, k_conv, k_state, k_cache, k_norm,
@@ -186,7 +212,7 @@ def _prep_kernel(
             k_state_b, k_state_t, k_state_g, k_state_w,
             k_cache_p, k_cache_t, k_cache_h, k_cache_d,
             conv_slots, conv_sources, conv_page, kv_slots, kv_page, rows, eps, k_scale,
-            HKV, D, DP, TAPS, KV_ITEMS, PACKED, True, MOST,
+            HKV, D, DP, TAPS, KV_ITEMS, PACKED, True, MOST, EARLY, PDL,
         )  # fmt: skip
     elif index < 2 * kv_blocks:
         _kv_role(
@@ -195,18 +221,18 @@ def _prep_kernel(
             v_state_b, v_state_t, v_state_g, v_state_w,
             v_cache_p, v_cache_t, v_cache_h, v_cache_d,
             conv_slots, conv_sources, conv_page, kv_slots, kv_page, rows, eps, v_scale,
-            HKV, D, DP, TAPS, KV_ITEMS, PACKED, False, MOST,
+            HKV, D, DP, TAPS, KV_ITEMS, PACKED, False, MOST, EARLY, PDL,
         )  # fmt: skip
     elif index < 2 * kv_blocks + q_blocks:
         _query_role(
             index - 2 * kv_blocks, qkvr, q_norm, q_out, positions, rows, qkvr_stride,
-            eps, log_floor, log_alpha, HQ, D, DP, Q_ITEMS, LOG,
+            eps, log_floor, log_alpha, HQ, D, DP, Q_ITEMS, LOG, PDL,
         )  # fmt: skip
     else:
         _relative_role(
             index - 2 * kv_blocks - q_blocks, qkvr + (HQ + 2 * HKV) * D, rel_proj, rel_out,
             positions, rows, qkvr_stride, proj_stride, log_floor, log_alpha,
-            HQ, D_REL, RP, EXT, REL_ITEMS, REL_COLUMNS, LOG, EXACT_DOT,
+            HQ, D_REL, RP, EXT, REL_ITEMS, REL_COLUMNS, LOG, EXACT_DOT, PDL,
         )  # fmt: skip
 
 
@@ -290,7 +316,7 @@ def qkvr_prep(
         RP=max(16, next_power_of_2(d_rel)), EXT=extent, TAPS=k_conv.shape[1], Q_ITEMS=q_items,
         KV_ITEMS=kv_items, REL_ITEMS=rel_items, REL_COLUMNS=rel_columns, PACKED=packed,
         LOG=log_floor > 0, EXACT_DOT=qkvr.dtype == torch.float32,
-        MOST=torch.finfo(k_cache.dtype).max if k_cache.dtype.itemsize == 1 else 0, PDL=pdl(),
-        **options(num_warps=warps),
+        MOST=torch.finfo(k_cache.dtype).max if k_cache.dtype.itemsize == 1 else 0,
+        EARLY=kv_items == 1 and not is_rocm(), PDL=pdl(), **options(num_warps=warps),
     )  # fmt: skip
     return q, rel

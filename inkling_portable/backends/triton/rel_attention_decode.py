@@ -70,9 +70,6 @@ def attend_split(
     d = tl.arange(0, WIDTH)
     at = program * stretch
     stop = tl.minimum(at + stretch, total)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     while at < stop:
         request = tl.sum((ends <= at).to(tl.int32), 0)
         offset = at - tl.sum(tl.where(ids < request, units, 0), 0)
@@ -100,6 +97,9 @@ def attend_split(
         high = tl.minimum(length, length - fresh + (row_tile * M + M - 1) // GROUP + 1)
         low = tl.maximum(first - (WINDOW - 1), 0) if WINDOW > 0 else 0
         far = tl.maximum(first - (EXTENT - 1), 0) // N
+        if PDL:  # from the second time on at once
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
 
         query = tl.load(
             q + line * q_t + ((token - lead) * q_t + head * q_h)[:, None] + d[None, :] * q_d,
@@ -134,6 +134,8 @@ def attend_split(
             tl.store(part_stat + 2 * programs * M + index, z, mask=row_ok)
             tl.store(part + index[:, None] * WIDTH + d[None, :], acc, mask=row_ok[:, None])
         at += end - begin
+    if PDL:  # without a stretch too: who comes next relies on what came before
+        tl.extra.cuda.gdc_wait()
     if CLEAR:
         used = tl.load(q_starts + batch)
         clear_padding(out, out_t, out_h, out_d, used, rows, program, programs, HEADS, WIDTH)
