@@ -70,6 +70,11 @@ def attend_split(
     d = tl.arange(0, WIDTH)
     at = program * stretch
     stop = tl.minimum(at + stretch, total)
+    # Taller tiles leave no register for a plan that is made ahead.
+    LATE: tl.constexpr = PDL and M == 16
+    if PDL and not LATE:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     while at < stop:
         request = tl.sum((ends <= at).to(tl.int32), 0)
         offset = at - tl.sum(tl.where(ids < request, units, 0), 0)
@@ -97,7 +102,7 @@ def attend_split(
         high = tl.minimum(length, length - fresh + (row_tile * M + M - 1) // GROUP + 1)
         low = tl.maximum(first - (WINDOW - 1), 0) if WINDOW > 0 else 0
         far = tl.maximum(first - (EXTENT - 1), 0) // N
-        if PDL:  # from the second time on at once
+        if LATE:  # from the second time on at once
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
 
@@ -134,7 +139,7 @@ def attend_split(
             tl.store(part_stat + 2 * programs * M + index, z, mask=row_ok)
             tl.store(part + index[:, None] * WIDTH + d[None, :], acc, mask=row_ok[:, None])
         at += end - begin
-    if PDL:  # without a stretch too: who comes next relies on what came before
+    if LATE:  # without a stretch too: who comes next relies on what came before
         tl.extra.cuda.gdc_wait()
     if CLEAR:
         used = tl.load(q_starts + batch)
