@@ -35,7 +35,7 @@ MANY = ((4, 2, 2), (4, 2, 3), (8, 1, 2), (8, 1, 3), (4, 1, 4), (4, 1, 3), (8, 2,
 
 def trials(tokens: int, up: Matrix, down: Matrix) -> Iterator[tuple[str, dict[str, Any], Any]]:
     """(what is tried, replaced names of the module, settings)."""
-    if tokens <= module.FEW:
+    if tokens <= module.few_most(down.inner):
         for warps, warps_k, tall, parts, down_tall, down_parts, *rest in FEW:
             one = Stream(warps, warps_k, tall, up.inner // parts, down_tall,
                          down.inner // down_parts, *rest)  # fmt: skip
@@ -46,7 +46,11 @@ def trials(tokens: int, up: Matrix, down: Matrix) -> Iterator[tuple[str, dict[st
         # One product at a time beside the other's first settings.
         pairs = [(one, several[0]) for one in several] + [(several[0], one) for one in several[1:]]
         for pair in pairs:
-            yield "many", {"FEW": 0, "many_tiles": lambda _, up, pair=pair: pair[not up]}, pair
+            yield (
+                "many",
+                {"few_most": lambda _: 0, "many_tiles": lambda _, up, pair=pair: pair[not up]},
+                pair,
+            )
 
 
 _cubins: dict[tuple[Any, ...], bytes] = {}

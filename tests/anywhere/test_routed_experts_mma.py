@@ -77,19 +77,21 @@ def provider(build: Callable[..., HostKernel], monkeypatch: pytest.MonkeyPatch
 Settings = module.Stream
 
 
-@pytest.mark.parametrize(("form", "rows", "hidden", "inner", "settings"), [
-    ("nvfp4", 1, 512, 256, Settings(4, 2, 1, 256, 1, 256, 3, 2)),  # warps share k
-    ("nvfp4", 12, 512, 512, Settings(4, 4, 1, 512, 1, 256, 2, 1, 2)),  # rows come one by one
-    ("mxfp4", 40, 512, 384, Settings(3, 1, 1, 512, 2, 384, 2, 1)),  # tiles of an expert
-    ("mxfp4", 9, 512, 512, Settings(2, 1, 2, 512, 2, 512, 2, 2)),
-    ("nvfp4", 31, 128, 384, None),  # sorted beforehand, an odd number of chunks
-    ("mxfp4", 60, 256, 128, None),
+@pytest.mark.parametrize(("form", "rows", "hidden", "inner", "settings", "buffers"), [
+    ("nvfp4", 1, 512, 256, Settings(4, 2, 1, 256, 1, 256, 3, 2), 9),  # warps share k
+    ("nvfp4", 4, 512, 512, Settings(4, 4, 1, 512, 1, 256, 2, 1, 2), 2),  # rows come one by one
+    ("mxfp4", 40, 512, 384, Settings(3, 1, 1, 512, 2, 384, 2, 1), 2),  # tiles of an expert
+    ("mxfp4", 9, 512, 512, Settings(2, 1, 2, 512, 2, 512, 2, 2), 1),
+    ("nvfp4", 31, 128, 384, None, 0),  # sorted beforehand, an odd number of chunks
+    ("mxfp4", 60, 256, 128, None, 0),
 ])  # fmt: skip
 def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, form: str,
-                  rows: int, hidden: int, inner: int, settings: module.Stream | None
+                  rows: int, hidden: int, inner: int, settings: module.Stream | None, buffers: int
                   ) -> None:  # fmt: skip
-    """Every path, with foreign ids, gate and up rows in turn or as two halves."""
+    """Every path, with foreign ids, gate and up rows in turn or as two halves, experts of a pair of
+    tokens and of more, sums of all slabs, of two or of one at a time."""
     use(monkeypatch, settings)
+    monkeypatch.setattr(module.Stream, "buffers", lambda *_: buffers)
     arguments = case(form, rows, 6, 3, hidden, inner, seed=rows)
     arguments["ids"][0] = torch.tensor([-1, 6, 2])
     arguments["interleaved"] = rows % 2 == 1
@@ -98,7 +100,7 @@ def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPat
 
 def use(monkeypatch: pytest.MonkeyPatch, settings: module.Stream | None) -> None:
     """The one launch for a few tokens with these settings and nothing else, or what many take."""
-    monkeypatch.setattr(module, "FEW", 0 if settings is None else 1000)
+    monkeypatch.setattr(module, "few_most", lambda _: 0 if settings is None else 1000)
     monkeypatch.setattr(module, "stream_settings", lambda *_: (settings,))
     monkeypatch.setattr(module, "compute_units", lambda: 5)
     if settings is not None:
@@ -128,7 +130,7 @@ def test_served_shapes_stream(hidden: int, inner: int) -> None:
                    "nvfp4" if block == 16 else "mxfp4", rows, columns)
             for rows, columns in ((2 * inner, hidden), (hidden, inner))
         )  # fmt: skip
-        for tokens in (1, 9, 36, module.FEW):
+        for tokens in (1, 9, 36, module.few_most(inner)):
             settings = module.stream_settings(tokens, hidden, inner)
             assert any(one.shared(up, down, 6 * tokens) for one in settings), (block, tokens)
             with launching_for(Target.parse("rtxpro6000")):  # 100 KiB, not 228

@@ -3,15 +3,15 @@
 // Compiled for one shape at a time by these macros: HIDDEN and INNER columns of the two products;
 // W13_ROW, S13_ROW, W2_ROW, S2_ROW bytes of a row of codes and of scales; TOP_K; EXPERTS; BLOCK codes
 // of a scale (16: E4M3, 32: E8M0); GAIN 1 if there are global scales; INTERLEAVED 1 if gate and up
-// rows alternate; WARPS that compute, CODE_WARPS that bring codes; UP_WARPS_K warps that share k in
-// the first product, UP_TILES and DOWN_TILES of 16 rows of a warp, UP_KS and DOWN_KS columns of a
-// stage; STAGES; LISTED pairs at most; RESIDENT blocks of an SM.
+// rows alternate; WARPS that compute, BRINGERS that bring weights; UP_WARPS_K warps that share k in the
+// first product, UP_TILES and DOWN_TILES of 16 rows of a warp, UP_KS and DOWN_KS columns of a stage;
+// STAGES; LISTED pairs at most; BUFFERS of sums of a slab; RESIDENT blocks of an SM.
 
 #include "routed_experts_common.cu"
 
-#define THREADS (32 * (WARPS + 2 + CODE_WARPS))
+#define THREADS (32 * (WARPS + 1 + BRINGERS))
 
-// Both products of a few tokens in one launch, with weights on their way through shared memory: two
+// Both products of a few tokens in one launch, with weights on their way through shared memory: some
 // warps of a block ask for what the others compute STAGES - 1 stages later, past the ends of items, of
 // experts and of the first product. A stage has, for each group of warps, some columns of some rows;
 // the warps of a group share its columns. In the first product blocks take neighbouring items, rows of
@@ -34,20 +34,54 @@ struct Of {
     static const int PITCH = WHOLE ? W_ROW : (KS / 128 | 1) * 64;
     static const int S_PITCH = S_WHOLE ? S_ROW : (S_BYTES / 16 | 1) * 16;
     static const int GROUP = ROWS * (PITCH + S_PITCH);
+    static const int COPIES = WHOLE ? 1 : ROWS, S_COPIES = S_WHOLE ? 1 : ROWS;
 };
 #define LARGER(a, b) ((a) > (b) ? (a) : (b))
 #define STAGE (LARGER(Of<true>::WARPS_M * Of<true>::GROUP, WARPS * Of<false>::GROUP))
+
+// Between the products values are times 2^64, as they are for PAIRs of tokens anywhere: sums of codes
+// times 2^-126 stay far from what a float cannot hold.
+#define RAISE 0x1p64f
+#define RAISED_PAIR 0x5F805F80u
+#define UNRAISED (UNSHIFT * 0x1p-64f)
+#define LEVEL (P::UP ? 0x1p62f / UNSHIFT : 0x1p62f / UNRAISED)
+GLOBAL uint4 nothing[INNER / 8];  // zeros
 
 struct Matrix {
     const u8 *w, *scales;
     const float* gains;
     i64 w_expert, s_expert, g_expert, g_row;
 };
-// Pairs by expert, an expert's from starts[expert] on; of each tile of up to 8 of them its expert, and
+// Pairs by expert, an expert's from starts[expert] to cursors[expert]; of each tile of up to 8 of them its expert, and
 // its number among the expert's tiles times 2^16.
 struct Lists {
-    int chosen[LISTED], owners[LISTED], starts[EXPERTS + 1], cursors[EXPERTS], found;
+    u16 chosen[LISTED];
+    int owners[LISTED < EXPERTS ? LISTED : EXPERTS + LISTED / 8];
+    int starts[EXPERTS], cursors[EXPERTS], found;
+    float factors[LISTED];
+    bool known[LISTED];
 };
+
+// Both lists of up to 32 pairs, by one warp, in the order in which experts come.
+DEVICE void list_few(Lists& lists, const int* ids, int pairs) {
+    const int lane = threadIdx.x;
+    wait_for_previous();
+    const int expert = lane < pairs ? ids[lane] : -1;
+    const bool known = expert >= 0 && expert < EXPERTS;
+    const u32 same = lanes_with(known ? expert : -1);
+    const int rank = ones(same & ((1u << lane) - 1)), count = ones(same), tiles = (count + 7) / 8;
+    const bool leads = known && rank == 0;
+    const int mine = leads ? count + (tiles << 16) : 0, up_to = sum_up_to(mine, lane);
+    const int before = up_to - mine;
+    if (leads) {
+        lists.starts[expert] = before & 0xFFFF;
+        lists.cursors[expert] = (before & 0xFFFF) + count;
+        for (int j = 0; j < tiles; j++) lists.owners[(before >> 16) + j] = expert | j << 16;
+    }
+    warp_barrier();
+    if (known) lists.chosen[lists.starts[expert] + rank] = lane;
+    if (lane == 31) lists.found = up_to >> 16;
+}
 
 DEVICE void list_tiles(Lists& lists, const int* ids, int pairs) {
     const int tid = threadIdx.x, lane = tid & 31;
@@ -76,9 +110,7 @@ DEVICE void list_tiles(Lists& lists, const int* ids, int pairs) {
         for (int j = 0; j < tiles; j++) lists.owners[(before >> 16) + j] = expert | j << 16;
         before += counts[i] + (tiles << 16);
     }
-    if (lane < 31) return;
-    lists.starts[EXPERTS] = before & 0xFFFF;
-    lists.found = before >> 16;
+    if (lane == 31) lists.found = before >> 16;
 }
 
 // For one warp. In the order of the pairs, so that all blocks cut an expert's tiles alike.
@@ -106,15 +138,41 @@ DEVICE void advance(Place& place) {
     place.parity ^= 1;
 }
 
-// Calls stage(first tile, first slab, part of k) for all stages of a block, in order.
-template <class P, class F>
-DEVICE void walk(int found, F stage) {
-    const int lists = found > 0 ? (found + WARPS - 1) / WARPS : 1;
-    const i64 all = P::UP ? found * P::PACKS : P::SLABS;
+// What a block does of the second product: units of 16 rows and a tile's expert, slab by slab, as many
+// at a time as there are warps. Slabs follow each other without gaps if sums of BUFFERS of them may be
+// open at a time.
+struct Share {
+    int begin, slabs, found, padded, all;
+    float inverse;
+};
+DEVICE void range_of(i64 all, int& begin, int& end) {
     // Blocks of one SM, as they are commonly laid out, are neighbours: their sum comes out even.
     const int units = gridDim.x / RESIDENT, at = blockIdx.x % units * RESIDENT + blockIdx.x / units;
-    const int begin = at * all / gridDim.x, end = (at + 1) * all / gridDim.x;
+    begin = at * all / gridDim.x;
+    end = (at + 1) * all / gridDim.x;
+}
+DEVICE Share share_of(int found) {
+    int begin, end;
+    range_of(Of<false>::SLABS, begin, end);
+    const int slabs = end - begin, lists = found > 0 ? (found + WARPS - 1) / WARPS : 1;
+    const bool gapless = found > 0 && (BUFFERS >= slabs || (BUFFERS > 1 && found >= WARPS));
+    const int padded = gapless ? found : lists * WARPS;
+    return {begin, slabs, found, padded, slabs * padded, 1.0f / padded};
+}
+DEVICE int slab_of(const Share& s, int unit) { return (int)((unit + 0.5f) * s.inverse); }
+// Units of a stage that have a tile: the first ones.
+DEVICE int units_at(const Share& s, int unit) {
+    int left = s.all - unit;
+    if (s.padded != s.found && left > 0) left = s.found - (unit - slab_of(s, unit) * s.padded);
+    return left < WARPS ? left : WARPS;
+}
+
+// Calls stage(first tile or unit, first slab, part of k) for all stages of a block, in order.
+template <class P, class F>
+DEVICE void walk(int found, F stage) {
     if (P::UP) {
+        int begin, end;
+        range_of((i64)found * P::PACKS, begin, end);
         int tile = begin / P::PACKS, pack = begin % P::PACKS;
         for (int n = begin; n < end; n++) {
             for (int part = 0; part < P::PARTS_K; part++) stage(tile, pack * P::WARPS_M, part);
@@ -123,41 +181,52 @@ DEVICE void walk(int found, F stage) {
             tile++;
         }
     } else {
-        for (int slab = begin; slab < end; slab++)
-            for (int list = 0; list < lists; list++)
-                for (int part = 0; part < P::PARTS_K; part++) stage(list * WARPS, slab, part);
+        const Share share = share_of(found);
+        for (int unit = 0; unit < share.all; unit += WARPS)
+            for (int part = 0; part < P::PARTS_K; part++) stage(unit, share.begin, part);
     }
 }
 
-// CODE_WARPS warps bring codes and one brings scales; `turn` is this one's among its like.
+// Brings what a stage has of codes or of scales; `turn` is this warp's among those that do.
 template <class P, bool CODES>
+DEVICE void bring_some(const Lists& lists, const Matrix& m, const Share& share, u8* to, u64* b,
+                       int groups, int tile, int slab, int part, int lane, int turn) {
+    const int BYTES = CODES ? P::KS / 2 : P::S_BYTES, PITCH = CODES ? P::PITCH : P::S_PITCH;
+    const int ROW = CODES ? P::W_ROW : P::S_ROW, COPIES = CODES ? P::COPIES : P::S_COPIES;
+    for (int i = lane * BRINGERS + turn; i < groups * COPIES; i += 32 * BRINGERS) {
+        const int group = i / COPIES, at = i % COPIES, tall = at >> 4, r = at & 15;
+        const int on = P::UP ? group : slab_of(share, tile + group);
+        const i64 expert = lists.owners[P::UP ? tile : tile + group - on * share.padded] & 0xFFFF;
+        const int block = (slab + on) * P::TILES + tall;
+        // Of the first product's rows, gates come first and then their ups.
+        const int row = !P::UP        ? block * 16 + r
+                        : INTERLEAVED ? block * 16 + 2 * (r & 7) + (r >> 3)
+                                      : block * 8 + (r & 7) + (r >> 3) * INNER;
+        bring(to + group * P::GROUP + (CODES ? 0 : P::ROWS * P::PITCH) + at * PITCH,
+              (CODES ? m.w : m.scales) + expert * (CODES ? m.w_expert : m.s_expert) + (i64)row * ROW +
+                  part * BYTES,
+              COPIES == 1 ? P::ROWS * BYTES : BYTES, b);
+    }
+}
+
+template <class P>
 DEVICE void produce(const Lists& lists, const Matrix& m, u8* ring, u64* full, u64* empty,
                     Place& place, int lane, int turn) {
-    const int BYTES = CODES ? P::KS / 2 : P::S_BYTES, PITCH = CODES ? P::PITCH : P::S_PITCH;
-    const int ROW = CODES ? P::W_ROW : P::S_ROW, COPIES = (CODES ? P::WHOLE : P::S_WHOLE) ? 1 : P::ROWS;
-    const int EACH = COPIES == 1 ? P::ROWS * BYTES : BYTES, TURNS = CODES ? CODE_WARPS : 1;
-    const u8* const from = CODES ? m.w : m.scales;
-    const i64 step = CODES ? m.w_expert : m.s_expert;
+    const Share share = share_of(lists.found);
     walk<P>(lists.found, [&](int tile, int slab, int part) {
         wait_for_phase(empty + place.slot, place.parity ^ 1);
-        const int left = P::UP ? P::WARPS_M : lists.found - tile;
-        const int groups = left < P::WARPS_M ? left : P::WARPS_M;
-        const int copies = (groups * COPIES - turn + TURNS - 1) / TURNS;
-        if (lane == 0) arrive_and_expect(full + place.slot, copies * EACH);
+        const int groups = P::UP ? P::WARPS_M : units_at(share, tile);
+        // Of copies this warp brings every BRINGERS-th.
+        const int copies = (groups * P::COPIES - turn + BRINGERS - 1) / BRINGERS;
+        const int s_copies = (groups * P::S_COPIES - turn + BRINGERS - 1) / BRINGERS;
+        const int bytes = copies * (P::ROWS / P::COPIES * P::KS / 2) +
+                          s_copies * (P::ROWS / P::S_COPIES * P::S_BYTES);
+        if (lane == 0) arrive_and_expect(full + place.slot, groups > 0 ? bytes : 0);
         warp_barrier();
-        for (int i = lane * TURNS + turn; i < groups * COPIES; i += 32 * TURNS) {
-            const int group = i / COPIES, at = i % COPIES, tall = at >> 4, r = at & 15;
-            const i64 expert = lists.owners[P::UP ? tile : tile + group] & 0xFFFF;
-            const int block = (P::UP ? slab + group : slab) * P::TILES + tall;
-            // Of the first product's rows, gates come first and then their ups.
-            const int row = !P::UP        ? block * 16 + r
-                            : INTERLEAVED ? block * 16 + 2 * (r & 7) + (r >> 3)
-                                          : block * 8 + (r & 7) + (r >> 3) * INNER;
-            bring(ring + place.slot * STAGE + group * P::GROUP + (CODES ? 0 : P::ROWS * P::PITCH) +
-                      at * PITCH,
-                  from + expert * step + (i64)row * ROW + part * BYTES,
-                  EACH, full + place.slot);
-        }
+        u8* const to = ring + place.slot * STAGE;
+        u64* const b = full + place.slot;
+        bring_some<P, true>(lists, m, share, to, b, groups, tile, slab, part, lane, turn);
+        bring_some<P, false>(lists, m, share, to, b, groups, tile, slab, part, lane, turn);
         advance(place);
     });
 }
@@ -165,22 +234,27 @@ DEVICE void produce(const Lists& lists, const Matrix& m, u8* ring, u64* full, u6
 // What the warps of a group hand to the one that sums over them: two items of each group by turns.
 struct Handed {
     float sums[UP_WARPS_K][UP_TILES * 4][32];
+};
+struct Passed {
     u64 given, taken;
 };
 
 // One warp ends items of the first product. Sums 0 and 2 of a lane are gate and up of one token, sums 1
-// and 3 those of the next token; the order is always the same.
-DEVICE void end_items(const Lists& lists, const Matrix& m, u16* out, Handed* handed, int lane) {
+// and 3 those of the next token; the order is always the same. What a lane of the second product loads
+// at once lies together, in pairs (j, j + 4), and beside what its row's other lanes load.
+DEVICE void end_items(const Lists& lists, const Matrix& m, u16* out, const Handed* handed, Passed* passed,
+                      int lane) {
     typedef Of<true> P;
     const int g = lane >> 2;
     int buffer = 0, turn = 0;
     walk<P>(lists.found, [&](int tile, int slab, int part) {
         if (part < P::PARTS_K - 1) return;
         const int owner = lists.owners[tile], expert = owner & 0xFFFF;
-        const int first = lists.starts[expert] + (owner >> 16) * 8, last = lists.starts[expert + 1];
+        const int first = lists.starts[expert] + (owner >> 16) * 8, last = lists.cursors[expert];
         for (int group = 0; group < P::WARPS_M; group++) {
-            Handed& h = handed[group * 2 + buffer];
-            wait_for_phase(&h.given, turn);
+            const Handed& h = handed[group * 2 + buffer];
+            Passed& p = passed[group * 2 + buffer];
+            wait_for_phase(&p.given, turn);
 #pragma unroll
             for (int j = 0; j < P::TILES * 2; j++) {
                 const int odd = j & 1, tall = j >> 1, at = first + (lane & 3) * 2 + odd;
@@ -198,158 +272,245 @@ DEVICE void end_items(const Lists& lists, const Matrix& m, u16* out, Handed* han
                 }
                 // Gate and up are rounded to storage before the activation, as the contract says.
                 const float gate = from_bf16(to_bf16(a * low)), up = from_bf16(to_bf16(b * high));
-                out[lists.chosen[at] * (i64)INNER + (row & ~7) + (row & 3) * 2 + (row >> 2 & 1)] =
-                    to_bf16(silu(gate) * up);
+                out[lists.chosen[at] * (i64)INNER + (row & ~127) + (row >> 3 & 3) * 32 +
+                    (row >> 5 & 3) * 8 + (row & 3) * 2 + (row >> 2 & 1)] =
+                    to_bf16(silu(gate) * up * RAISE);
             }
             warp_barrier();
-            if (lane == 0) arrive(&h.taken);
+            if (lane == 0) arrive(&p.taken);
         }
         buffer ^= 1;
         turn ^= buffer ^ 1;
     });
 }
 
-// Adds a stage's rows times up to 8 tokens, whose columns lie at `tokens` or, in pairs (j, j + 4), at
-// `kept`; what is in shared memory of the others is read once the stage is ready.
-template <class P, bool KEPT>
-DEVICE void multiply_stage(float (*sums)[2][4], const u16* tokens, const uint4* kept, const u8* row,
+// A chunk of what lies between the products.
+DEVICE void load_tokens(uint4* held, const u16* from) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) held[i] = load_row(from + i * 32);
+}
+
+// Adds a stage's rows times up to 8 tokens. The first product's are `held`; of the second one's a chunk
+// is, and the others come from `tokens`. What is in shared memory is read once the stage is ready.
+//
+// A PAIR of tokens needs 2 of 8 columns of a product. So each quarter of the lanes gets columns of its
+// own, in which the others' tokens are zeros, and no sum has codes of two scales: scales multiply sums
+// instead of codes. As codes are times 2^-126 then, the tokens are times 2^64.
+template <class P, bool PAIR, int N>
+DEVICE void multiply_stage(float (*sums)[2][4], const u16* tokens, uint4 (&held)[N], const u8* row,
                            const u8* row_scales, u64* ready, int parity) {
     const int TILES = P::TILES;
-    uint4 ahead[4];
-    auto load_tokens = [&](int chunk) {
-        for (int i = 0; i < 4; i++)
-            ahead[i] = KEPT ? kept[chunk * 16 + i * 4] : load_row(tokens + chunk * CHUNK + i * 8);
-    };
-    load_tokens(0);
     wait_for_phase(ready, parity);
 #pragma unroll
     for (int c = 0; c < P::CHUNKS; c++) {
         uint4 now[4], low[TILES], high[TILES];
         u32 low_scale[TILES][2], high_scale[TILES][2];
+        float low_float[TILES][2], high_float[TILES][2], apart[TILES][2][4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) now[i] = ahead[i];
-        if (c + 1 < P::CHUNKS) load_tokens(c + 1);
+        for (int i = 0; i < 4; i++) now[i] = held[P::UP ? c * 4 + i : i];
+        if (!P::UP && c + 1 < P::CHUNKS) load_tokens(held, tokens + (c + 1) * CHUNK);
 #pragma unroll
         for (int m = 0; m < TILES; m++) {
             low[m] = load_row(row + m * 16 * P::PITCH + c * (CHUNK / 2));
             high[m] = load_row(row + (m * 16 + 8) * P::PITCH + c * (CHUNK / 2));
             const u8* const s = row_scales + m * 16 * P::S_PITCH + c * (CHUNK / BLOCK);
-            decode_scales(shared_scales(s), low_scale[m][0], low_scale[m][1]);
-            decode_scales(shared_scales(s + 8 * P::S_PITCH), high_scale[m][0],
-                          high_scale[m][1]);
+            const u32 one = shared_scales(s), other = shared_scales(s + 8 * P::S_PITCH);
+            if (PAIR) {
+                scale_floats(one, low_float[m][0], low_float[m][1]);
+                scale_floats(other, high_float[m][0], high_float[m][1]);
+#pragma unroll
+                for (int i = 0; i < 8; i++) apart[m][i / 4][i % 4] = 0;
+            } else {
+                decode_scales(one, low_scale[m][0], low_scale[m][1]);
+                decode_scales(other, high_scale[m][0], high_scale[m][1]);
+            }
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            uint4 v = now[i];  // the second product's come as pairs (j, j + 4)
-            if (P::UP && !KEPT)
-                v = {permute(v.x, v.z, 0x5410), permute(v.x, v.z, 0x7632),
-                     permute(v.y, v.w, 0x5410), permute(v.y, v.w, 0x7632)};
+            const uint4 v = now[i];
 #pragma unroll
             for (int m = 0; m < TILES; m++) {
                 u32 a[4], b[4];
-                decode(word_of(low[m], i), low_scale[m][i / 2], a);
-                decode(word_of(high[m], i), high_scale[m][i / 2], b);
-                multiply_tiles(sums[m][0], a[0], b[0], a[1], b[1], v.x, v.y);
-                multiply_tiles(sums[m][1], a[2], b[2], a[3], b[3], v.z, v.w);
+                if (PAIR) {
+                    spread(word_of(low[m], i), a);
+                    spread(word_of(high[m], i), b);
+                } else {
+                    decode(word_of(low[m], i), low_scale[m][i / 2], a);
+                    decode(word_of(high[m], i), high_scale[m][i / 2], b);
+                }
+                float* const one = PAIR ? apart[m][i / 2] : sums[m][0];
+                float* const other = PAIR ? apart[m][i / 2] : sums[m][1];
+                multiply_tiles(one, a[0], b[0], a[1], b[1], v.x, v.y);
+                multiply_tiles(other, a[2], b[2], a[3], b[3], v.z, v.w);
             }
+        }
+        if (!PAIR) continue;
+#pragma unroll
+        for (int i = 0; i < 8 * TILES; i++) {
+            const int m = i / 8, half = i / 4 % 2, at = i % 4;
+            sums[m][0][at] += apart[m][half][at] * (at < 2 ? low_float : high_float)[m][half];
         }
     }
 }
 
+// From sums of columns of each quarter of the lanes to what products without PAIRs give.
 template <class P>
-DEVICE void consume(const Lists& lists, const Matrix& m, const u16* x, i64 x_stride, u16* out,
-                    i64 out_stride, const int* ids, const float* weights, int pairs, u8* ring,
-                    u64* full, u64* empty, Place& place, Handed* handed) {
-    const int TILES = P::TILES, WARPS_K = P::WARPS_K, ROWS = P::ROWS;
-        SHARED uint4 kept[P::UP ? WARPS * P::PARTS_K * P::CHUNKS * 16 : 1];
+DEVICE void add_quarters(float (*sums)[2][4]) {
+    for (int i = 0; i < P::TILES * 4; i++)
+        sums[i / 4][0][i % 4] = sum_of_quarters(sums[i / 4][0][i % 4]) * LEVEL;
+}
+
+DEVICE void consume_up(const Lists& lists, const u16* x, i64 x_stride, u8* ring, u64* full, u64* empty,
+                       Place& place, Handed* handed, Passed* passed) {
+    typedef Of<true> P;
+    const int TILES = P::TILES;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, quarter = lane & 3;
-    const int share = warp % WARPS_K, group = warp / WARPS_K;
-    float sums[TILES][2][4], row_gains[TILES * 2];
-    const u16 *start = x, *tokens = x;
-    int known = -1, expert = 0, first = 0, last = 0, buffer = 0, turn = 0;
-    bool one = false;
+    const int share = warp % P::WARPS_K, group = warp / P::WARPS_K;
+    float sums[TILES][2][4];
+    const u16* tokens = x;
+    uint4 held[P::CHUNKS * 4];
+    int known = -1, buffer = 0, turn = 0;
+    bool pair = false, mine = false;
     walk<P>(lists.found, [&](int tile, int slab, int part) {
-        const int own = P::UP ? tile : tile + group;
-        const bool mine = P::UP || own < lists.found;
-        if (mine && own != known) {
-            known = own;
-            const int owner = lists.owners[own];
-            expert = owner & 0xFFFF;
-            first = lists.starts[expert] + (owner >> 16) * 8;
-            last = lists.starts[expert + 1];
+        if (tile != known) {
+            const int owner = lists.owners[tile], expert = owner & 0xFFFF;
+            const int first = lists.starts[expert] + (owner >> 16) * 8, left = lists.cursors[expert] - first;
+            pair = left <= 2;
+            const int wanted = pair ? g & 1 : g;
+            mine = !pair || (g >> 1 == quarter && wanted < left);
             // Columns of no token repeat one that is there: no column touches another.
-            const int pair = lists.chosen[first + g < last ? first + g : first];
-            start = x + (P::UP ? pair / TOP_K : pair) * x_stride + share * P::SHARE + quarter * 32;
-            one = P::UP && last - first == 1;
-            if (one) {
-                // A single token stays in shared memory, each warp's columns in pairs (j, j + 4).
-                const u16* const from = start - quarter * 32;
-                for (int i = lane; i < P::PARTS_K * P::CHUNKS * 16; i += 32) {
-                    const int part = i / (P::CHUNKS * 16), at = i % (P::CHUNKS * 16);
-                    const uint4 v = load_row(from + part * P::KS + at * 8);
-                    kept[warp * P::PARTS_K * P::CHUNKS * 16 + (i & ~15) + (i & 3) * 4 + (i >> 2 & 3)] =
-                        {permute(v.x, v.z, 0x5410), permute(v.x, v.z, 0x7632),
-                         permute(v.y, v.w, 0x5410), permute(v.y, v.w, 0x7632)};
-                }
-                warp_barrier();
+            tokens = x + lists.chosen[first + (wanted < left ? wanted : 0)] / TOP_K * x_stride +
+                     share * P::SHARE + quarter * 32;
+        }
+        if (tile != known || P::PARTS_K > 1) {
+#pragma unroll
+            for (int i = 0; i < P::CHUNKS * 4; i++) {
+                const uint4 v = load_row(tokens + part * P::KS + i / 4 * CHUNK + i % 4 * 8);
+                held[i] = {permute(v.x, v.z, 0x5410), permute(v.x, v.z, 0x7632),
+                           permute(v.y, v.w, 0x5410), permute(v.y, v.w, 0x7632)};
+                if (pair)
+                    held[i] = {mine ? multiply_pairs(held[i].x, RAISED_PAIR) : 0,
+                               mine ? multiply_pairs(held[i].y, RAISED_PAIR) : 0,
+                               mine ? multiply_pairs(held[i].z, RAISED_PAIR) : 0,
+                               mine ? multiply_pairs(held[i].w, RAISED_PAIR) : 0};
             }
+            known = tile;
         }
-        if (part == 0) {
-            tokens = start;
+        if (part == 0)
             for (int i = 0; i < TILES * 8; i++) sums[i / 8][i / 4 % 2][i % 4] = 0;
-            if (GAIN && !P::UP && mine)
-                for (int i = 0; i < TILES * 2; i++)
-                    row_gains[i] = m.gains[expert * m.g_expert + (slab * ROWS + i * 8 + g) * m.g_row];
-        }
         const u8* const here = ring + place.slot * STAGE + group * P::GROUP;
         const u8* const row = here + g * P::PITCH + share * (P::SHARE / 2) + quarter * 16;
         const u8* const row_scales =
-            here + ROWS * P::PITCH + g * P::S_PITCH + (share * P::SHARE + quarter * 32) / BLOCK;
-        const uint4* const mine_kept =
-            kept + (P::UP ? (warp * P::PARTS_K + part) * P::CHUNKS * 16 + quarter : 0);
+            here + P::ROWS * P::PITCH + g * P::S_PITCH + (share * P::SHARE + quarter * 32) / BLOCK;
         u64* const ready = full + place.slot;
-        if (!mine) wait_for_phase(ready, place.parity);
-        else if (P::UP && one)
-            multiply_stage<P, true>(sums, tokens, mine_kept, row, row_scales, ready, place.parity);
-        else
-            multiply_stage<P, false>(sums, tokens, mine_kept, row, row_scales, ready, place.parity);
+        if (pair) multiply_stage<P, true>(sums, tokens, held, row, row_scales, ready, place.parity);
+        else multiply_stage<P, false>(sums, tokens, held, row, row_scales, ready, place.parity);
         warp_barrier();
         if (lane == 0) arrive(empty + place.slot);
         advance(place);
-        tokens += P::KS;
         if (part < P::PARTS_K - 1) return;
-        if (P::UP) {
-            Handed& h = handed[group * 2 + buffer];
-            wait_for_phase(&h.taken, turn ^ 1);
-            for (int i = 0; i < TILES * 4; i++)
-                h.sums[share][i][lane] = sums[i / 4][0][i % 4] + sums[i / 4][1][i % 4];
-            warp_barrier();
-            if (lane == 0) arrive(&h.given);
-            buffer ^= 1;
-            turn ^= buffer ^ 1;
-            return;
-        }
-        float* const parts = (float*)(ring + STAGES * STAGE);
-        for (int i = 0; i < TILES * 4; i++) {
-            const int at = first + quarter * 2 + (i & 1), row = i / 4 * 16 + (i / 2 & 1) * 8 + g;
-            if (!mine || at >= last) continue;
-            float one = (sums[i / 4][0][i % 4] + sums[i / 4][1][i % 4]) * UNSHIFT;
-            if (GAIN) one *= row_gains[i / 2];
-            parts[lists.chosen[at] * ROWS + row] = one;
-        }
-        if (tile + WARPS < lists.found) return;
-        barrier_of(32 * WARPS);
-        for (int j = tid; j < pairs / TOP_K * ROWS; j += 32 * WARPS) {
-            float total = 0;
-            for (int s = 0; s < TOP_K; s++) {
-                const int pair = j / ROWS * TOP_K + s, asked = ids[pair];
-                if (asked >= 0 && asked < EXPERTS)
-                    total += parts[pair * ROWS + j % ROWS] * weights[pair];
-            }
-            out[j / ROWS * out_stride + slab * ROWS + j % ROWS] = to_bf16(total);
-        }
-        barrier_of(32 * WARPS);
+        if (pair) add_quarters<P>(sums);
+        Handed& h = handed[group * 2 + buffer];
+        Passed& p = passed[group * 2 + buffer];
+        wait_for_phase(&p.taken, turn ^ 1);
+        for (int i = 0; i < TILES * 4; i++)
+            h.sums[share][i][lane] = sums[i / 4][0][i % 4] + sums[i / 4][1][i % 4];
+        warp_barrier();
+        if (lane == 0) arrive(&p.given);
+        buffer ^= 1;
+        turn ^= buffer ^ 1;
     });
+}
+
+DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, u16* out,
+                         i64 out_stride, int pairs, u8* ring, u64* full, u64* empty, Place& place) {
+    typedef Of<false> P;
+    const int TILES = P::TILES, ROWS = P::ROWS;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, quarter = lane & 3;
+    const Share own = share_of(lists.found);
+    float* const parts = (float*)(ring + STAGES * STAGE);
+    float sums[TILES][2][4], row_gains[TILES * 2];
+    uint4 held[4];
+    // This warp's unit: a tile and which of the block's slabs; where its two tokens' sums go.
+    int tile = warp, local = 0, places[2];
+    const u16* tokens = inner;
+    bool mine = false, pair = false;
+    auto look = [&] {
+        while (tile >= own.padded) {
+            tile -= own.padded;
+            local++;
+        }
+        mine = local < own.slabs && tile < own.found;
+        if (!mine) return;
+        const int owner = lists.owners[tile], expert = owner & 0xFFFF;
+        const int first = lists.starts[expert] + (owner >> 16) * 8, left = lists.cursors[expert] - first;
+        pair = left <= 2;
+        const int wanted = pair ? g & 1 : g;
+        tokens = inner + lists.chosen[first + (wanted < left ? wanted : 0)] * (i64)INNER + quarter * 8;
+        if (pair && !(g >> 1 == quarter && wanted < left)) tokens = (const u16*)nothing;
+        load_tokens(held, tokens);
+        for (int odd = 0; odd < 2; odd++) {
+            const int at = quarter * 2 + odd;
+            places[odd] = -1;
+            if (at < left)
+                places[odd] = (local % BUFFERS * pairs + lists.chosen[first + at]) * ROWS + g;
+        }
+        if (GAIN)
+            for (int i = 0; i < TILES * 2; i++)
+                row_gains[i] = m.gains[expert * m.g_expert +
+                                       ((own.begin + local) * ROWS + i * 8 + g) * m.g_row];
+    };
+    look();
+    int done = 0, end = own.padded;
+    for (int unit = 0; unit < own.all; unit += WARPS) {
+        for (int i = 0; i < TILES * 8; i++) sums[i / 8][i / 4 % 2][i % 4] = 0;
+        for (int part = 0; part < P::PARTS_K; part++) {
+            const u8* const here = ring + place.slot * STAGE + warp * P::GROUP;
+            const u8* const row = here + g * P::PITCH + quarter * 16;
+            const u8* const row_scales =
+                here + ROWS * P::PITCH + g * P::S_PITCH + quarter * 32 / BLOCK;
+            u64* const ready = full + place.slot;
+            if (!mine)
+                wait_for_phase(ready, place.parity);
+            else if (pair)
+                multiply_stage<P, true>(sums, tokens, held, row, row_scales, ready, place.parity);
+            else
+                multiply_stage<P, false>(sums, tokens, held, row, row_scales, ready, place.parity);
+            warp_barrier();
+            if (lane == 0) arrive(empty + place.slot);
+            advance(place);
+            if (part == P::PARTS_K - 1) break;
+            tokens += P::KS;
+            if (mine) load_tokens(held, tokens);
+        }
+        if (mine) {
+            if (pair) add_quarters<P>(sums);
+            for (int odd = 0; odd < 2; odd++)
+                if (places[odd] >= 0)
+                    for (int i = 0; i < TILES * 2; i++) {
+                        const int at = i % 2 * 2 + odd;
+                        const float one = (sums[i / 2][0][at] + sums[i / 2][1][at]) * UNRAISED;
+                        parts[places[odd] + i * 8] = GAIN ? one * row_gains[i] : one;
+                    }
+        }
+        // The next tokens come while others end this stage.
+        tile += WARPS;
+        look();
+        if (unit + WARPS < end) continue;
+        barrier_of(32 * WARPS);
+        for (; end <= unit + WARPS && done < own.slabs; end += own.padded, done++) {
+            const float* const these = parts + done % BUFFERS * pairs * ROWS;
+            for (int j = tid; j < pairs / TOP_K * ROWS; j += 32 * WARPS) {
+                float total = 0;
+                for (int s = 0; s < TOP_K; s++) {
+                    const int at = j / ROWS * TOP_K + s;
+                    if (lists.known[at]) total += these[at * ROWS + j % ROWS] * lists.factors[at];
+                }
+                out[j / ROWS * out_stride + (own.begin + done) * ROWS + j % ROWS] = to_bf16(total);
+            }
+        }
+        if (BUFFERS < own.slabs) barrier_of(32 * WARPS);
+    }
 }
 
 // `phases` has 1 for the first product and 2 for the second one; `counters` are two zeros, and again
@@ -361,38 +522,43 @@ experts(const u16* x, const int* ids, const float* weights, u16* inner, u16* out
         i64 g_expert13, i64 g_row13, i64 w_expert2, i64 s_expert2, i64 g_expert2, i64 g_row2,
         i64 out_stride) {
     SHARED Lists lists;
-    SHARED Handed handed[2 * Of<true>::WARPS_M];
+    SHARED Passed passed[2 * Of<true>::WARPS_M];
     SHARED u64 full[STAGES], empty[STAGES];
     DYNAMIC(ring);
+    // Beyond the ring: what the first product hands on, then what pairs add to the second one's sums.
+    Handed* const handed = (Handed*)(ring + STAGES * STAGE);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const Matrix up = {w13, scales13, gains13, w_expert13, s_expert13, g_expert13, g_row13};
     const Matrix down = {w2, scales2, gains2, w_expert2, s_expert2, g_expert2, g_row2};
     if (tid == 0) {
         for (int i = 0; i < STAGES; i++) {
-            start_phases(full + i, CODE_WARPS + 1);
+            start_phases(full + i, BRINGERS);
             start_phases(empty + i, WARPS);
         }
-        for (Handed& h : handed) {
-            start_phases(&h.given, UP_WARPS_K);
-            start_phases(&h.taken, 1);
+        for (Passed& p : passed) {
+            start_phases(&p.given, UP_WARPS_K);
+            start_phases(&p.taken, 1);
         }
         phases_started();
     }
-    list_tiles(lists, ids, pairs);
+    const bool few = pairs <= 32;
+    if (!few) list_tiles(lists, ids, pairs);
+    else if (warp == 0) list_few(lists, ids, pairs);
     barrier();
     let_next_start();
     Place place = {0, 0};
-    if (warp == WARPS) {
-        if (phases & 1) produce<Of<true>, false>(lists, up, ring, full, empty, place, lane, 0);
-        if (phases & 2) produce<Of<false>, false>(lists, down, ring, full, empty, place, lane, 0);
-    } else if (warp > WARPS + 1) {
-        const int turn = warp - WARPS - 2;
-        if (phases & 1) produce<Of<true>, true>(lists, up, ring, full, empty, place, lane, turn);
-        if (phases & 2) produce<Of<false>, true>(lists, down, ring, full, empty, place, lane, turn);
-    } else if (warp == WARPS + 1) {
-        list_pairs(lists, ids, pairs);
+    if (warp > WARPS) {
+        const int turn = warp - WARPS - 1;
+        if (phases & 1) produce<Of<true>>(lists, up, ring, full, empty, place, lane, turn);
+        if (phases & 2) produce<Of<false>>(lists, down, ring, full, empty, place, lane, turn);
+    } else if (warp == WARPS) {
+        if (!few) list_pairs(lists, ids, pairs);
+        for (int i = lane; i < pairs; i += 32) {
+            lists.known[i] = ids[i] >= 0 && ids[i] < EXPERTS;
+            lists.factors[i] = weights[i];
+        }
         barrier_of(32 * WARPS + 32);
-        if (phases & 1) end_items(lists, up, inner, handed, lane);
+        if (phases & 1) end_items(lists, up, inner, handed, passed, lane);
         if (phases == 3) {
             show_writes();
             warp_barrier();
@@ -402,12 +568,10 @@ experts(const u16* x, const int* ids, const float* weights, u16* inner, u16* out
     } else {
         barrier_of(32 * WARPS + 32);
         if (phases & 1)
-            consume<Of<true>>(lists, up, x, x_stride, inner, INNER, ids, weights, pairs, ring, full,
-                              empty, place, handed);
+            consume_up(lists, x, x_stride, ring, full, empty, place, handed, passed);
         if (phases == 3) barrier_of(32 * WARPS + 32);
         if (phases & 2)
-            consume<Of<false>>(lists, down, inner, INNER, out, out_stride, ids, weights, pairs, ring,
-                               full, empty, place, handed);
+            consume_down(lists, down, inner, out, out_stride, pairs, ring, full, empty, place);
         if (phases == 3 && tid == 0) leave_blocks(counters);
     }
 }

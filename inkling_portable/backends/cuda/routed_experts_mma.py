@@ -1,7 +1,7 @@
 """The chosen experts, from 4-bit weights to tensor cores of NVIDIA's.
 
-Up to `FEW` tokens one launch (`routed_experts_few.cu`), through which weights stream once by way of
-shared memory; beyond, three, of pairs that are sorted first, with weights in registers and
+Up to `few_most` tokens one launch (`routed_experts_few.cu`), through which weights stream once by
+way of shared memory; beyond, three, of pairs that are sorted first, with weights in registers and
 activations in shared memory (`routed_experts.cu`). Other formats and widths that do not fit go to
 the Triton kernels, which read the same layout.
 """
@@ -31,8 +31,6 @@ from inkling_portable.backends.triton.routed_experts_sort import make_plan
 SOURCE = Path(__file__).with_name("routed_experts.cu")
 FEW_SOURCE = Path(__file__).with_name("routed_experts_few.cu")
 CHUNK = 128  # columns that the kernels take at a time
-FEW = 128
-"""Tokens up to which blocks sort the pairs themselves and weights go through shared memory."""
 INNER_BYTES = 38 << 20
 PARTS_BYTES = 24 << 20
 """Bounds of what lies between the two products, and of what the second one writes for each pair."""
@@ -63,7 +61,7 @@ class Stream:
     down_columns: int
     stages: int
     resident: int
-    code_warps: int = 1
+    bringers: int = 1
 
     def stage(self, m: Matrix, is_up: bool) -> int:
         """Bytes of a stage for one product, or 0 where rows, columns or copies come out uneven."""
@@ -85,35 +83,54 @@ class Stream:
             codes = columns // 2
         return groups * 16 * tiles * (codes + (scales if whole else (scales // 16 | 1) * 16))
 
+    def _handed(self) -> int:
+        """Bytes of sums that warps of the first product hand on."""
+        return 1024 * self.warps * self.up_tiles
+
+    def buffers(self, up: Matrix, down: Matrix, pairs: int) -> int:
+        """Of how many slabs a block's shared memory can keep what each pair adds; 0 if none."""
+        stages = self.stage(up, True), self.stage(down, False)
+        # Beside what the source names an SM has a KiB for each block.
+        experts, listed = up.codes.shape[0], _listed(pairs)
+        named = 7 * listed + 4 * min(listed, experts + listed // 8) + 8 * experts
+        named += 16 * self.stages + 512 + 1024
+        most = ((target().shared_kib or 227) + 1 << 10) // self.resident
+        left = most - named - self.stages * max(stages)
+        own = ceil_div(down.rows, 16 * self.down_tiles * self.resident * compute_units())
+        if not all(stages) or left < self._handed():
+            return 0
+        fit = max(0, min(own, left // (pairs * 16 * self.down_tiles * 4)))
+        return fit if fit == own else min(fit, 2)
+
     def shared(self, up: Matrix, down: Matrix, pairs: int) -> int:
         """Bytes of dynamic shared memory, or 0 if it does not fit."""
         stages = self.stage(up, True), self.stage(down, False)
-        wanted = self.stages * max(stages) + pairs * 16 * self.down_tiles * 4
-        # Beside what the source names an SM has a KiB for each block.
-        named = 8 * (_listed(pairs) + up.codes.shape[0] + 2 * self.stages + 32)
-        named += 1024 * (self.warps * self.up_tiles + 1)
-        named += 2 * up.inner * self.warps // self.up_warps_k
-        most = (target().shared_kib or 227) + 1 << 10
-        return wanted if all(stages) and self.resident * (wanted + named) <= most else 0
+        parts = self.buffers(up, down, pairs) * pairs * 16 * self.down_tiles * 4
+        return self.stages * max(stages) + max(parts, self._handed()) if parts else 0
 
 
 def _listed(pairs: int) -> int:
     return max(64, next_power_of_2(pairs))
 
 
+def few_most(inner: int) -> int:
+    """Tokens up to which blocks sort the pairs themselves and weights go through shared memory."""
+    return 256 if inner <= 384 else 128
+
+
 def stream_settings(tokens: int, hidden: int, inner: int) -> tuple[Stream, ...]:
     """Settings of a few tokens, as measured on an H200; the first that fits is taken."""
     if inner <= 384:
-        whole = [Stream(16, 16, 1, hidden, 1, inner, stages, 1) for stages in (3, 2)]
-        halved = Stream(16, 8, 1, hidden // 2, 1, inner, 2, 1, 2)
-        return (*whole, halved) if tokens <= 48 else (halved, *whole)
+        warps, bringers = (12, 1) if tokens <= 4 else (16, 2)
+        return tuple(Stream(warps, warps, 1, hidden, 1, inner, stages, 1, bringers)
+                     for stages in (3, 2))  # fmt: skip
     if inner <= 1024:
-        return tuple(Stream(8, 8, 1, hidden, 1, inner, stages, 1) for stages in (3, 2))
-    return Stream(8, 8, 1, hidden, 1, 1024, 2, 1, 4), Stream(8, 8, 1, hidden, 1, 512, 3, 1, 4)
+        return tuple(Stream(8, 8, 1, hidden, 1, inner, stages, 1, 2) for stages in (3, 2))
+    return Stream(8, 8, 1, hidden, 1, 1024, 2, 1, 5), Stream(8, 8, 1, hidden, 1, 512, 3, 1, 5)
 
 
 def many_tiles(tokens: int, up: bool) -> Tiles:
-    """Settings of both products beyond FEW tokens; they agree in the height of a plan's tiles."""
+    """Settings of both products beyond few tokens; they agree in the height of a plan's tiles."""
     if tokens <= 512:
         return Tiles(4, 1, 2, 4) if up else Tiles(4, 2, 2, 2)
     if tokens <= 1024:
@@ -157,7 +174,8 @@ def routed_experts(
             share = ceil_div(tokens, ceil_div(tokens, most))
             for start in range(0, tokens, share):
                 part = slice(start, start + share)
-                step = wgmma.run if wgmma.takes(ids[part], up, down) else _run
+                long = share > few_most(down.inner) and wgmma.takes(ids[part], up, down)
+                step = wgmma.run if long else _run
                 step(x[part], ids[part], weights[part], up, down, interleaved, out[part])
             return out
     return triton.routed_experts(x, ids, weights, w13, w2, w13_scale, w2_scale, w13_global,
@@ -189,10 +207,10 @@ def _stream(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, h
         "INTERLEAVED": int(interleaved), "WARPS": how.warps, "UP_WARPS_K": how.up_warps_k,
         "UP_TILES": how.up_tiles, "UP_KS": how.up_columns, "DOWN_TILES": how.down_tiles,
         "DOWN_KS": how.down_columns, "STAGES": how.stages, "RESIDENT": how.resident,
-        "CODE_WARPS": how.code_warps, "LISTED": _listed(pairs),
+        "BRINGERS": how.bringers, "LISTED": _listed(pairs), "BUFFERS": how.buffers(up, down, pairs),
     }  # fmt: skip
     run = kernel(FEW_SOURCE, "experts", tuple(macros.items()), x.device.index)
-    threads = 32 * (how.warps + 2 + how.code_warps)
+    threads = 32 * (how.warps + 1 + how.bringers)
     counters = None
     if x.device.type == "cuda" and run.resident(threads, shared) >= how.resident:
         stream = torch.cuda.current_stream().cuda_stream
@@ -209,7 +227,7 @@ def _run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inte
          out: Tensor) -> None:  # fmt: skip
     (tokens, width), top_k = x.shape, ids.shape[1]
     pairs, experts = ids.numel(), up.codes.shape[0]
-    if tokens <= FEW:
+    if tokens <= few_most(down.inner):
         for settings in stream_settings(tokens, up.inner, down.inner):
             if settings.shared(up, down, pairs):
                 _stream(x, ids, weights, up, down, settings, interleaved, out)
