@@ -62,8 +62,9 @@ BANDWIDTH = {"H200": 4.3e12}
 OPS = (
     ("towers", r"_norm_gelu|_dmel_"),
     ("rel_attention", r"attend|combine_split|join_spans|rel_attn|rel_attention|flash|fmha|fa4"),
-    ("short conv, sum, norm", r"_conv_kernel|_by_rank_kernel|_sources_kernel|_exchange_kernel|"
-                              r"sconv|conv1d|lamport|add_rmsnorm|CUDAFunctor_add|_seq_metadata"),
+    ("short conv, sum, norm", r"_conv_kernel|conv_rows|_by_rank_kernel|_sources_kernel|"
+                              r"_exchange_kernel|sconv|conv1d|lamport|add_rmsnorm|CUDAFunctor_add|"
+                              r"_seq_metadata"),
     ("qkvr_prep", r"_prep_kernel|qkvr|qk_norm|reshape_and_cache"),
     ("routed_experts", r"gemv_(up|down)|_count_kernel|_place_kernel|(?<!_)tile_kernel|wgmma|"
                        r"combine_kernel|^combine$|arrange_kernel|moe|expert|humming|marlin|routed|silu_and_mul|act_and_mul|"
@@ -79,7 +80,7 @@ OPS = (
 )  # fmt: skip
 PRODUCTS = re.compile(r"^_(row|tile|sum)_kernel$")
 """Of gates, sinks and linear layers alike: which one, says what runs before and after them."""
-PLACES = re.compile(r"_route_kernel|_gated_kernel|_prep_kernel|_conv_kernel|combine_split|attend")
+PLACES = re.compile(r"_(route|gated|prep|conv)_kernel|conv_rows|combine_split|attend")
 
 
 def op_of(kernel: str) -> str:

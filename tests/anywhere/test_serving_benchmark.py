@@ -117,6 +117,7 @@ def test_every_kernel_of_ours_belongs_to_an_op() -> None:
                 assert {serving.op_of(name) for name in found} <= {op}, path.name
     assert len(names) > 20
     assert [name for name in names if serving.op_of(name) == "unknown"] == []
+    assert serving.op_of("conv_rows") == "short conv, sum, norm"
     assert serving.op_of("gemv_up_kernel") == serving.op_of("moe_align_block") == "routed_experts"
     assert serving.op_of("nvjet_tst_64x8_64x16_4x1_v_bz_TNT") == "linear layers"
 
