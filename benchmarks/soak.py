@@ -249,17 +249,11 @@ async def soak(
             if not warm and time.monotonic() - began > seconds / 3:
                 warm.append(memory_gib())
             asked = client.ask(request, max_tokens=tokens)
-            if leaves:
-                try:
-                    await asyncio.wait_for(asked, patience)
-                except TimeoutError:
-                    outcome.left[request.kind] += 1
-                    continue
-                except (SoakError, httpx.HTTPError) as error:
-                    outcome.wrong.append(str(error))
-                continue
             try:
-                found = ids_of(await asked)
+                found = ids_of(await asyncio.wait_for(asked, patience if leaves else None))
+            except TimeoutError:
+                outcome.left[request.kind] += 1
+                continue
             except (SoakError, httpx.HTTPError) as error:
                 outcome.wrong.append(f"{request.kind}: {type(error).__name__} {error}")
                 continue
