@@ -83,30 +83,25 @@ class Stream:
             codes = columns // 2
         return groups * 16 * tiles * (codes + (scales if whole else (scales // 16 | 1) * 16))
 
-    def _handed(self) -> int:
-        """Bytes of sums that warps of the first product hand on."""
-        return 1024 * self.warps * self.up_tiles
-
     def buffers(self, up: Matrix, down: Matrix, pairs: int) -> int:
         """Of how many slabs a block's shared memory can keep what each pair adds; 0 if none."""
-        stages = self.stage(up, True), self.stage(down, False)
+        stages, experts = (self.stage(up, True), self.stage(down, False)), up.codes.shape[0]
+        listed = _listed(pairs)
         # Beside what the source names an SM has a KiB for each block.
-        experts, listed = up.codes.shape[0], _listed(pairs)
-        named = 7 * listed + 4 * min(listed, experts + listed // 8) + 8 * experts
-        named += 16 * self.stages + 512 + 1024
-        most = ((target().shared_kib or 227) + 1 << 10) // self.resident
-        left = most - named - self.stages * max(stages)
+        named = 7 * listed + 4 * min(listed, experts + listed // 8) + 8 * experts + 2048
+        left = ((target().shared_kib or 227) + 1 << 10) // self.resident - named
+        left -= self.stages * max(stages)
         own = ceil_div(down.rows, 16 * self.down_tiles * self.resident * compute_units())
-        if not all(stages) or left < self._handed():
+        if not all(stages) or left < 1024 * self.warps * self.up_tiles:
             return 0
-        fit = max(0, min(own, left // (pairs * 16 * self.down_tiles * 4)))
+        fit = min(own, left // (pairs * 64 * self.down_tiles))
         return fit if fit == own else min(fit, 2)
 
     def shared(self, up: Matrix, down: Matrix, pairs: int) -> int:
         """Bytes of dynamic shared memory, or 0 if it does not fit."""
-        stages = self.stage(up, True), self.stage(down, False)
-        parts = self.buffers(up, down, pairs) * pairs * 16 * self.down_tiles * 4
-        return self.stages * max(stages) + max(parts, self._handed()) if parts else 0
+        parts = self.buffers(up, down, pairs) * pairs * 64 * self.down_tiles
+        ring = self.stages * max(self.stage(up, True), self.stage(down, False))
+        return ring + max(parts, 1024 * self.warps * self.up_tiles) if parts else 0
 
 
 def _listed(pairs: int) -> int:
