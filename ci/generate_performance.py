@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,11 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # run as a file, which has ci/ there
+
+from inkling_portable.commands.bench_shown import Point  # noqa: E402
+from inkling_portable.commands.bench_shown import table as table_of_bench  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 FOLDER = ROOT / "docs" / "performance"
 PAGE = ROOT / "docs" / "performance.md"
@@ -208,6 +214,13 @@ BESIDE = {
     "gate_logits and sinks": ("shared experts", "convolutions, gates, norms"),
 }  # fmt: skip
 """The parts of a step's bytes that an op of a profile reads; gates are most of the last one."""
+GOALS = {
+    "decode 1 x 8192": (4.0, 3.3, 2.0), "decode 1 x 65536": (None, 8.0, 2.0),
+    "decode 1 x 262144": (None, 20.0, 2.0), "decode 16 x 2048": (None, 1.3, None),
+    "decode 64 x 8192": (None, 1.5, 1.2), "prefill 8192": (None, 1.15, None),
+    "prefill 65536": (None, 1.8, None), "throughput 64 x 2048 x 256": (None, 1.25, None),
+}  # fmt: skip
+"""Of a rank: milliseconds at most, and times faster than shipped and than the better, at least."""
 VARIANTS = {"plugin": "ours", "off": "vLLM as shipped", "off-split": "vLLM with splits"}
 
 
@@ -219,7 +232,8 @@ def served() -> dict[tuple[str, str, int, str], dict[str, Any]]:
         for result in report["results"]:
             who = result["variant"], result.get("asked", ""), result["drafts"]
             for row in result["rows"]:
-                about = {"environment": report["environment"], "note": report.get("note", "")}
+                about = {"environment": report["environment"], "note": report.get("note", ""),
+                         "why": report.get("missed", {}).get(row["case"], "")}  # fmt: skip
                 found[*who, row["case"]] = row | about | {"start s": result["start s"]}
     return found
 
@@ -250,6 +264,7 @@ def serving_section(losses: dict[str, str]) -> list[str]:
              f"| case | floor | {' | '.join(titles(found).values())} | faster than shipped | "
              "than the better | ours, estimated for eight |",
              "|---" * (5 + len(titles(found))) + "|"]  # fmt: skip
+    missed: list[str] = []
     for case in dict.fromkeys(key[3] for key in found if key[2] == 0):
         rows = {v: found[v, "", 0, case] for v in VARIANTS if (v, "", 0, case) in found}
         if "plugin" not in rows:  # then as asked for, if it ran
@@ -271,10 +286,31 @@ def serving_section(losses: dict[str, str]) -> list[str]:
                   f"{min(gains.values()):.2f}" if len(gains) == 2 else "",
                   str(ours.get("ms with exchanges, estimated", ""))]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+        most, shipped, better = GOALS.get(case, (None, None, None))
+        short = [f"{ours['ms']} ms of {most}"] if most and ours["ms"] > most else []
+        short += [f"{gains[v]:.2f} of {goal} times {VARIANTS[v]}"
+                  for v, goal in (("off", shipped), ("off-split", better))
+                  if goal and v in gains and gains[v] < goal]  # fmt: skip
+        if short:
+            missed.append(f"- {case}: {', '.join(short)}. {ours['why']}".rstrip())
+    if missed:
+        lines += ["", "Goals that are missed:", "", *missed]
     starts = {f"{title} {row['start s']}": None for who, title in titles(found).items()
               for key, row in found.items() if key[:3] == (*who, 0)}  # fmt: skip
     lines += ["", f"Seconds from the call to ready: {', '.join(starts)}."]
     return [*lines, *drafts_table(found), *profile_tables(found)]
+
+
+def bench_section() -> list[str]:
+    """What `inkling-portable bench serve` printed, by vLLM's own benchmark over HTTP."""
+    lines: list[str] = []
+    for path in sorted((RESULTS / "serving").glob("bench*.json")):
+        report = json.loads(path.read_text())
+        points = {name: [Point(**p) for p in found] for name, found in report["points"].items()}
+        lines += ["", "## `bench serve`", "", f"{report['machine']['target']}, {report['date']}, "
+                  f"commit {report['commit']}. `{' '.join(report['command'])}`", "",
+                  f"Note: {report['note']}.", "", "```", table_of_bench(points), "```"]  # fmt: skip
+    return lines
 
 
 def drafts_table(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> list[str]:
@@ -449,6 +485,7 @@ def render() -> dict[Path, str]:
     body = [
         *(lost if losses else []),
         *serving,
+        *bench_section(),
         *sections,
         *profiles_section(),
         *modes_section(),
