@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from inkling_portable.commands.bench_shown import Point
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -64,7 +66,8 @@ def test_evidence_needs_right_results_and_no_loss(
 
 
 def test_performance_pages_are_current() -> None:
-    """Tables and plots follow from the committed results, and no plot is left over."""
+    """Tables and plots follow from inkling_portable.commands.bench_shown import Point
+    from the committed results, and no plot is left over."""
     module = generator("generate_performance")
     wanted = module.render()
     for path, text in wanted.items():
@@ -123,13 +126,27 @@ def test_serving_is_shown_beside_both_variants(
     measured("off", "2026-01-01", decode_1=12.0, decode_2=5.0)
     measured("off-split", "2026-01-01", decode_1=8.0, decode_2=3.0)
     measured("plugin", "2026-01-01", drafts=2, decode_1=6.0)
+    goals = {"decode 1": (3.5, 3.0, 2.5), "decode 2": (4.0, 1.0, None), "throughput": (0, 3.1, 0)}
+    monkeypatch.setattr(module, "GOALS", goals)
     page = module.render()[module.PAGE]
     assert "| decode 1 | 1.5 | 4.0 | 12.0 | 8.0 | 3.00 | 2.00 |" in page
+    missed = page.partition("Goals that are missed:\n\n")[2].partition("\n\n")[0].splitlines()
+    assert missed == [
+        "- decode 1: 4.0 ms of 3.5, 2.00 of 2.5 times vLLM with splits.",
+        "- throughput: 3.00 of 3.1 times vLLM as shipped.",
+    ]
     assert "| throughput |  | 25.0 | 8.333333333333334 | 12.5 | 3.00 | 2.00 |" in page
     assert "| serving | decode 2 | 4.0 | vLLM with splits 3.0 | 1.33 |" in page
     assert "| decode 1 | 2 | 1.5 | 6.0 | not run |" in page
     assert "| rel_attention | 7.00 | 50.0 | 50.0 | 50.0 |" in page
     assert "ready: ours 50.0, vLLM as shipped 50.0, vLLM with splits 50.0." in page
+    point = dict(zip(Point._fields, (0, 8192, 1, 2, 16384, 2048, 200.0, 5.0, 190.0, 210.0, 6.0),
+                     strict=True))  # fmt: skip
+    bench = {"machine": {"target": "t"}, "date": "d", "commit": "c", "command": ["bench", "serve"],
+             "note": "n", "points": {"plugin": [point], "off": [point | {"tpot_ms": 10.0}]}}  # fmt: skip
+    (tmp_path / "serving" / "bench-x.json").write_text(json.dumps(bench))
+    shown = module.render()[module.PAGE].partition("## `bench serve`")[2]
+    assert "5.00          10.0           2.00" in shown and "Note: n." in shown
     measured("plugin", "2026-01-01", asked="route=x", decode_1=2.0)
     page = module.render()[module.PAGE]
     assert "| case | floor | ours | ours, `route=x` | vLLM as shipped |" in page
