@@ -57,6 +57,8 @@ LAYERS = ("qkvr", "o_proj", "sinks", "lm_head")
 
 def normal(*shape: int, device: str, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
     """Normal values times `scale`, drawn on the device."""
+    if device == "meta":  # there each operation is a walk through decompositions
+        return torch.empty(shape, device=device, dtype=dtype)
     return (torch.randn(shape, device=device, dtype=FLOAT) * scale).to(dtype)
 
 

@@ -12,7 +12,6 @@ constants and alignment attributes from the recorded arguments. Nothing here nee
 
 from __future__ import annotations
 
-import inspect
 import re
 import subprocess
 import tempfile
@@ -113,9 +112,7 @@ def recorded() -> Iterator[list[Launch]]:
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         names = {p.name for p in self.params}
         options = {k: v for k, v in kwargs.items() if k not in names}
-        bound = inspect.signature(self.fn).bind(
-            *args, **{k: v for k, v in kwargs.items() if k in names}
-        )
+        bound = self.signature.bind(*args, **{k: v for k, v in kwargs.items() if k in names})
         bound.apply_defaults()
         size = grid(bound.arguments) if callable(grid) else grid
         values = tuple(bound.arguments.values())
@@ -131,12 +128,8 @@ def recorded() -> Iterator[list[Launch]]:
 
 def job(launch: Launch, arch: str) -> Job:
     """What Triton's launcher would compile for this launch on a chip of `arch`."""
-    from triton.compiler.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    backend = make_backend(_gpu_target(arch))
     kernel = launch.kernel
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    backend, bind = _binder(kernel, arch)
     bound, specialization, _ = bind(*launch.args)
     options = {"debug": False, **launch.options}
     _, signature, constants, attributes = kernel._pack_args(
@@ -151,6 +144,32 @@ def job(launch: Launch, arch: str) -> Job:
         tuple((k, tuple((name, value) for name, value in v)) for k, v in attributes.items()),
         tuple(sorted(options.items())),
     )
+
+
+@cache
+def _binder(kernel: Any, arch: str) -> tuple[Any, Any]:
+    """(backend, launcher's binding) of a kernel: Triton writes and compiles the latter as text."""
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(_gpu_target(arch))
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+def unlike(work: Iterable[Job], but: tuple[str, ...] = ()) -> list[Job]:
+    """One job, the last, of those that differ in the parameters `but` or in alignment only.
+
+    What is left apart: kernel, chip, options, constants (named in capitals) and pointer types.
+    """
+    found: dict[Any, Job] = {}
+    for one in work:
+        names = [name for name, _ in one.signature]
+        tiles = tuple((name, value) for (at, *_), value in one.constants
+                      if (name := names[at]).isupper() and name not in but)  # fmt: skip
+        types = tuple(kind for name, kind in one.signature
+                      if kind.startswith(("*", "tensordesc")) and name not in but)  # fmt: skip
+        found[one.kernel, one.module, one.arch, one.options, tiles, types] = one
+    return list(found.values())
 
 
 def compile_launch(launch: Launch, arch: str) -> Report:
@@ -184,11 +203,15 @@ def compile_job(work: Job) -> Report:
     return read(work, compiled, seconds)
 
 
-def compile_all(launches: Iterable[Launch], archs: Iterable[str] = ARCHS, processes: int = 2
-                ) -> list[Report]:  # fmt: skip
-    """Compile every launch for every chip, different jobs once, in a small pool of processes."""
+def compile_all(launches: Iterable[Launch], archs: Iterable[str] = ARCHS, processes: int = 2,
+                but: tuple[str, ...] | None = None) -> list[Report]:  # fmt: skip
+    """Compile every launch for every chip, different jobs once, in a small pool of processes.
+
+    With `but`, of jobs that are not `unlike` each other one.
+    """
     targets = tuple(archs)
     work = list(dict.fromkeys(job(launch, arch) for launch in launches for arch in targets))
+    work = work if but is None else unlike(work, but)
     if processes < 2 or len(work) < 2:
         return [compile_job(one) for one in work]
     # Compilers are not run in the parent beforehand, so forked children start clean.

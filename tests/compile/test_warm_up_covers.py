@@ -100,15 +100,15 @@ def jobs(arch: str, steps: Iterable[Step], calls: Iterable[Step]) -> set[Job]:
 def _kind(launch: Launch) -> tuple[Any, ...]:
     """What a job can depend on, and more: equal kinds are equal jobs, at a fraction of the cost."""
 
-    def of(value: Any) -> Any:
+    def of(parameter: Any, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.dtype
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value if value < 4096 else (value % 16 == 0, value >> 31)
+        if type(value) is int and not parameter.is_constexpr:
+            return value == 1, value % 16 == 0, value >> 31
         return str(value)
 
     options = tuple(sorted(launch.options.items()))
-    return launch.name, tuple(map(of, launch.args)), options
+    return launch.name, tuple(map(of, launch.kernel.params, launch.args)), options
 
 
 @pytest.mark.parametrize("arch", CHIPS)
