@@ -482,6 +482,18 @@ def _resolve(target: Target, facts: Facts, requests: tuple[tuple[str, str], ...]
     return Resolved(target, facts, choose(target, facts, requests))
 
 
+COMPILED = ("sm90", "sm100", "gfx942", "gfx950")
+"""The chips for which the suites compile every kernel."""
+
+
+def unproven(target: Target) -> str | None:
+    """What to say of a chip for which nothing here is known to compile; None for the others."""
+    if target.vendor == "cpu" or target.arch in COMPILED:
+        return None
+    return (f"kernels are compiled and checked for {', '.join(COMPILED)}; for {target.arch} they "
+            "never were, so the self-test at start decides which of these run")  # fmt: skip
+
+
 def reference_warnings(target: Target, decisions: Iterable[Decision]) -> list[str]:
     """On an accelerator: sentences naming the ops that ended on the slow reference, and why."""
     if target.vendor == "cpu":

@@ -7,6 +7,7 @@ writes the same thing by hand, so that any machine's choices can be computed on 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from importlib import metadata
 
@@ -122,8 +123,8 @@ class Target:
             return cls._of(chip)
         vendor, _, rest = head.partition(":")
         arch, _, units = rest.partition("/")
-        prefix = {"cuda": "sm", "rocm": "gfx"}.get(vendor)
-        if prefix is None or not arch.startswith(prefix) or (units and not units.isdigit()):
+        named = {"cuda": r"sm[1-9]\d{1,2}", "rocm": r"gfx\d{1,2}[\da-f]{2}"}.get(vendor, "(?!)")
+        if not re.fullmatch(named, arch) or not re.fullmatch(r"|[1-9]\d*", units):
             names = ", ".join(c.name for c in CHIPS)
             raise TargetError(f"target {text!r} is not understood; write cpu, cuda:smNN[/units], "
                               f"rocm:gfxNNN[/units] or one of {names}")  # fmt: skip

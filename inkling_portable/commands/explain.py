@@ -26,6 +26,7 @@ from inkling_portable.registry import (
     choose,
     parse_overrides,
     reference_warnings,
+    unproven,
 )
 from inkling_portable.target import Target, TargetError
 
@@ -194,6 +195,7 @@ def main(argv: list[str]) -> int:
                     "facts": asdict(facts),
                     "decisions": rows,
                     "warnings": warnings,
+                    "unproven": unproven(target),
                     "self_test": None if outcome is None else str(outcome),
                 },
                 indent=1,
@@ -202,6 +204,8 @@ def main(argv: list[str]) -> int:
     else:
         assumed = "" if target is described else " (libraries assumed; name yours to be sure)"
         print(f"target {target}{assumed}")
+        if unsure := unproven(target):
+            print(f"note: {unsure}")
         if facts.batch_invariant:
             print("batch-invariant: tiles and sums do not depend on the batch")
         print("\n".join(lines(decisions)))

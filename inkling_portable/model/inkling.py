@@ -40,7 +40,7 @@ from inkling_portable.model.norm import Norm
 from inkling_portable.model.settings import Settings, settle
 from inkling_portable.model.short_conv import ATTENTION, MLP, BranchEnd, ConvState
 from inkling_portable.model.warm_up_steps import Call, both_sides
-from inkling_portable.registry import reference_warnings
+from inkling_portable.registry import reference_warnings, unproven
 
 
 class DecoderLayer(nn.Module):
@@ -347,5 +347,6 @@ def _announce(model: InklingForCausalLM, seconds: float) -> None:
     if outcome.agreed or outcome.failed or outcome.off:
         logger.info("inkling_portable: %s", outcome)
     logger.info("inkling_portable: layers are built after %.1f s", seconds)
-    for sentence in reference_warnings(ops.target, ops.decisions):
+    unsure = unproven(ops.target)
+    for sentence in ([unsure] if unsure else []) + reference_warnings(ops.target, ops.decisions):
         logger.warning("%s", sentence)

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from ci.cross_compile import ARCHS
 from inkling_portable.__main__ import main
 from inkling_portable.recipes import SPLITS
-from inkling_portable.registry import op_names
+from inkling_portable.registry import COMPILED, op_names
 
 
 def test_described_target_imports_no_torch_and_takes_under_a_second() -> None:
@@ -56,6 +57,30 @@ def test_strict_fails_on_a_slow_accelerator(capsys: pytest.CaptureFixture[str]) 
     assert main(["explain", "--target", "cuda:sm90/132+vllm=0.33.0", "--strict"]) == 1
     assert "slow reference" in capsys.readouterr().out
     assert main(["explain", "--target", "cpu", "--strict"]) == 0
+
+
+def test_a_chip_for_which_nothing_was_compiled_is_told_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert COMPILED == ARCHS, "the chips of tests/compile"
+    for target in ("cuda:sm89", "cuda:sm120", "rocm:gfx90a", "rocm:gfx1100"):
+        assert main(["explain", "--target", target]) == 0
+        assert f"for {target[5:]} they never were, so the self-test" in capsys.readouterr().out
+    for target in ("h200", "mi300x", "cpu"):
+        assert main(["explain", "--target", target]) == 0
+        assert "note:" not in capsys.readouterr().out
+    # Triton takes the one no more, and products spill on the other, which has no bfloat16.
+    for target in ("rocm:gfx900", "cuda:sm75"):
+        assert main(["explain", "--target", target, "--strict"]) == 1
+        said = capsys.readouterr().out
+        assert "on the slow reference: rms_norm" in said
+        assert f"needs sm80 or newer, or gfx906 or newer; this is {target[5:]}" in said
+
+
+@pytest.mark.parametrize("target", ["cuda:smfoo", "cuda:sm9", "rocm:gfxzzz", "cuda:sm90/0", ""])
+def test_what_is_no_chip_is_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--target", f"{target}+triton"]) == 2
+    assert "is not understood; write cpu, cuda:smNN[/units]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_line_budget() -> None:
     core = [*sources("backends", "model"), PACKAGE / "registry.py"]
     rest = [path for path in sources() if path not in apart and path not in core]
     assert len(core) > 30 and len(rest) > 5, "the budget was measured over the wrong folder"
-    assert line_count(core) <= 15_910
+    assert line_count(core) <= 15_950
     assert line_count(apart) <= 6_210
     assert line_count(rest) <= 3_390
     assert {p.name: n for p in sources() if (n := line_count([p])) > 700} == {}

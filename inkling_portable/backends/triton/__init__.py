@@ -8,6 +8,9 @@ def accelerator(target: Target, facts: Facts) -> str | None:
     """A CPU runs these kernels only under Triton's interpreter."""
     if target.vendor == "cpu" and "interpret" not in target.features:
         return "needs an accelerator or TRITON_INTERPRET=1"
+    # bfloat16 begins with sm80 (below, products spill hundreds of registers), Triton with gfx906.
+    if target.arch in ("gfx900", "gfx902", "sm70", "sm72", "sm75"):
+        return f"needs sm80 or newer, or gfx906 or newer; this is {target.arch}"
     return None
 
 
