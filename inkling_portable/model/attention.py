@@ -57,7 +57,7 @@ class AttentionMetadataBuilder(MetadataBuilder):
         step = common_attn_metadata
         self.filled = fill_slots(self.slots, step.slot_mapping, self.filled)
         return AttentionMetadata(
-            step.block_table_tensor, step.query_start_loc, step.seq_lens, self.slots,
+            self.table(step), step.query_start_loc, step.seq_lens, self.slots,
             step.max_query_len, step.max_seq_len,
         )  # fmt: skip
 

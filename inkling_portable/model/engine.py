@@ -335,6 +335,19 @@ class MetadataBuilder(AttentionMetadataBuilder):
         context = vllm_config.compilation_config.static_forward_context
         self.layers = [context[name] for name in layer_names]
 
+    def table(self, step: CommonAttentionMetadata) -> torch.Tensor:
+        """The step's block table [B, P]; ValueError where P pages are too few for its lengths.
+
+        No kernel looks, and it would read the pages of the next request.
+        """
+        pages, cache = step.block_table_tensor, self.layers[0].kv_cache
+        if cache.numel() and step.max_seq_len > pages.shape[1] * cache.shape[2]:
+            raise ValueError(
+                f"{self.layers[0].prefix} needs a block table for {step.max_seq_len} tokens; found "
+                f"{pages.shape[1]} columns of {cache.shape[2]}; lower --max-model-len"
+            )
+        return pages
+
 
 def most_rows(vllm_config: VllmConfig) -> int:
     """Upper bound on the padded rows of one step, drafts included."""

@@ -73,7 +73,7 @@ class ConvMetadataBuilder(MetadataBuilder):
             self.rows_of = self.slots.new_zeros(state.cells, dtype=torch.int32)
         if state.cells:
             state.ops.conv_sources(
-                step.query_start_loc, step.seq_lens, step.block_table_tensor, self.slots[:rows],
+                step.query_start_loc, step.seq_lens, self.table(step), self.slots[:rows],
                 state.block, self.rows_of, self.sources[:rows],
             )  # fmt: skip
             if before > rows:

@@ -177,6 +177,7 @@ def test_wider_bounds_and_shorter_lengths_change_nothing() -> None:
         ({"kv_lens": torch.zeros(1, dtype=torch.int64)}, "kv_lens"),
         ({"q_starts": torch.zeros(1, dtype=torch.int32)}, "q_starts"),
         ({"pages": torch.zeros(1, 4)}, "pages"),
+        ({"kv_lens": torch.tensor([17], dtype=torch.int32)}, "pages"),
         ({"out": torch.zeros(4, 8, 16)}, "out"),
         ({"window": -1}, "window"),
         ({"q": torch.zeros(4, 8, 24, dtype=torch.bfloat16)}, "q"),

@@ -298,6 +298,10 @@ def test_bad_arguments_are_named() -> None:
         provider("route")(torch.zeros(1, 10).bfloat16(), torch.zeros(8), torch.ones(1), 2, 8.0)
     with pytest.raises(ValueError, match=r"top_k needs 1 to 8"):
         provider("route")(torch.zeros(1, 10), torch.zeros(8), torch.ones(1), 9, 8.0)
+    sources = contract("conv_sources").inputs(SeededDraw(3))
+    sources["kv_lens"] = sources["kv_lens"] + 1000
+    with pytest.raises(ValueError, match=r"pages needs columns for 10\d\d tokens; found \d+ of"):
+        provider("conv_sources")(**sources)
     arguments = one_request(2, 4)
     arguments["state"] = arguments["state"][..., :4]
     with pytest.raises(ValueError, match=r"state holds 12 channels, partial 24"):

@@ -6,12 +6,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from inkling_portable.model.engine import MetadataBuilder
 from tests.vllm_cpu.conftest import Engine, Oracle, prompt
 
 WEIGHTS = "model.safetensors"
@@ -142,3 +145,14 @@ def test_a_request_cancelled_in_mid_stream(engines: Callable[..., Engine], oracl
 def check_alive(engine: Engine, oracle: Oracle) -> None:
     ids = prompt(33)
     oracle.assert_greedy(ids, engine.greedy([ids], 4)[0])
+
+
+def test_a_block_table_without_room_for_a_step_is_refused() -> None:
+    """Kernels would read the next request's pages; here an engine says that it needs 65 tokens."""
+    layer = SimpleNamespace(prefix="layers.0.attn", kv_cache=torch.zeros(9, 1, 16, 8))
+    builder = cast(MetadataBuilder, SimpleNamespace(layers=[layer]))
+    step = Mock(block_table_tensor=torch.zeros(2, 4, dtype=torch.int32), max_seq_len=64)
+    assert MetadataBuilder.table(builder, step) is step.block_table_tensor
+    step.max_seq_len = 65
+    with pytest.raises(ValueError, match=r"layers\.0\.attn needs a block table for 65 tokens; fo"):
+        MetadataBuilder.table(builder, step)

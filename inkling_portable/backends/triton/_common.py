@@ -176,6 +176,17 @@ def check_rows(op: str, **tensors: Tensor | None) -> None:
                              f"{value.stride(-1)}, so pass {name}.contiguous()")  # fmt: skip
 
 
+def check_table(pages: Tensor, kv_lens: Tensor, page: int) -> None:
+    """Raise ValueError for lengths on the host that need more columns than `pages` [B, P] has.
+
+    Lengths on a device are not read back: there the model's builders hold the engine's bound to it.
+    """
+    room = pages.shape[1] * page
+    if kv_lens.device.type == "cpu" and len(kv_lens) and int(kv_lens.max()) > room:
+        raise ValueError(f"pages needs columns for {int(kv_lens.max())} tokens; found "
+                         f"{pages.shape[1]} of {page} tokens")  # fmt: skip
+
+
 def check_shapes(op: str, spec: str, *values: Tensor | None, **sizes: int) -> None:
     """Raise ValueError naming the first argument that does not go with those before it.
 

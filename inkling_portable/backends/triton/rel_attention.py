@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from inkling_portable.backends.triton import rel_attention_tuning as tuning
-from inkling_portable.backends.triton._common import is_rocm
+from inkling_portable.backends.triton._common import check_table, is_rocm
 from inkling_portable.backends.triton.rel_attention_decode import attend_split, combine_split
 from inkling_portable.backends.triton.rel_attention_prefill import attend_whole
 from inkling_portable.backends.triton.rel_attention_tuning import Plan, Shape, Split, Whole
@@ -254,5 +254,6 @@ def _check(
                          f"found {tuple(pages.shape)} in {pages.dtype}")  # fmt: skip
     if pages.shape[1] > 1 and pages.stride(1) != 1:
         raise ValueError(f"pages needs rows without gaps; found stride {pages.stride(1)}")
+    check_table(pages, kv_lens, k_cache.shape[1])
     if window < 0:
         raise ValueError(f"window needs to be 0 (none) or a number of keys; found {window}")

@@ -24,6 +24,7 @@ from inkling_portable.backends.triton._common import (
     ceil_div,
     check_rows,
     check_shapes,
+    check_table,
     compute_units,
     is_rocm,
     next_power_of_2,
@@ -119,6 +120,7 @@ def conv_sources(
         raise ValueError(f"conv_sources: out needs rows without gaps; found {out.stride()}")
     check_shapes("conv_sources", "out TK, slots T, kv_lens B, q_starts S, pages BP", out, slots,
                  kv_lens, q_starts, pages[: len(kv_lens)], S=len(kv_lens) + 1)  # fmt: skip
+    check_table(pages, kv_lens, page)
     rows, requests = out.shape[0], kv_lens.shape[0]
     if rows == 0:
         return
