@@ -166,7 +166,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConvertError(
             f"file {path.name} is missing from {path.parent}; name the folder of a checkpoint"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConvertError(f"file {path.name} is damaged ({error}); download it again") from error
     if not isinstance(content, dict):
         raise ConvertError(f"file {path.name} is damaged: it is no object; download it again")
@@ -282,12 +282,13 @@ def _recognised(name: str, layer: int, shape: Shape, group: Mapping[str, Found])
             continue
         tensors = {role: group[tensor] for role, tensor in roles.items()}
         wanted = parts(form, name, shape)
-        dtypes = {CODES: {wanted[CODES].dtype}, SCALE: {wanted[SCALE].dtype}}
+        dtypes = {role: {wanted[role].dtype} for role in (CODES, SCALE)}
+        dtypes[GLOBAL] = {*PLAIN, "F64"}
         if form.format == "fp8":
             dtypes[SCALE] |= {"BF16", "F16"}
         if form.format == "mxfp4":
             dtypes[SCALE] |= {"F8_E8M0"}
-        if any(tensors[role].dtype not in allowed for role, allowed in dtypes.items()):
+        if any(f.dtype not in dtypes.get(role, {f.dtype}) for role, f in tensors.items()):
             continue
         experts, rows, _ = shape
         _require_shape(tensors[CODES], wanted[CODES].shape)

@@ -99,7 +99,7 @@ def _weight_files(folder: Path) -> list[Path]:
     try:
         listed = json.loads(index.read_text())["weight_map"]
         named = {str(name) for name in listed.values()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"file {INDEX} is damaged: it should be a JSON object whose weight_map gives the file "
             "of every tensor; download it again"
@@ -126,7 +126,7 @@ def _read_header(path: Path) -> dict[str, tuple[str, Shape]]:
             )
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"file {path.name} has an unreadable header ({error}); download it again"
             ) from error
@@ -149,6 +149,17 @@ def _read_header(path: Path) -> dict[str, tuple[str, Shape]]:
                 f"{8 + length + entry['data_offsets'][1]} bytes and the file has {size}; "
                 "download it again"
             )
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if entry["data_offsets"][0] != end:
+            raise CheckpointError(
+                f"tensor {name} in {path.name} needs to begin where another ends, at byte {end} of "
+                f"the data; found {entry['data_offsets'][0]}; download the file again"
+            )
+        end = entry["data_offsets"][1]
+    if end != body:
+        raise CheckpointError(f"file {path.name} needs {8 + length + end} bytes for its tensors; "
+                              f"found {size}; download it again")  # fmt: skip
     return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
 
 

@@ -415,6 +415,7 @@ def replace_by(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[dict[st
         ("nvfp4/modelopt", W2, set_value(f"{W2}.scale", (5, 0, 0), 0x7F), "expert 5: .*NaN"),
         ("nvfp4/modelopt", W2, replace_by(f"{W2}.scale", lambda s: s[:, :, :2]), "needs shape"),
         ("nvfp4/modelopt", W2, lambda h: h.pop(f"{W2}.scale2"), "no known layout"),
+        ("nvfp4/modelopt", W2, replace_by(f"{W2}.scale2", lambda s: s.int()), "known .*scale2 I32"),
         ("mxfp4/quark", W2, set_value(f"{W2}_scale", (128, 0), 255), "expert 1: .*255"),
         ("mxfp4/quark", W2, replace_by(f"{W2}_scale", lambda s: s[:-1]), "needs shape"),
         ("fp8/compressed-tensors", W2, set_value(W2, (0, 0, 0), 0x7F), "expert 0: .*NaN"),
@@ -431,6 +432,36 @@ def test_damaged_tensors(folders, tmp_path: Path, key, name, change, said) -> No
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out/config.json").exists()
     assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_data_that_no_tensor_owns_or_two_do(folders, tmp_path: Path, capsys) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(folders("source"), source)
+    path = source / "mtp.safetensors"
+    sound = path.read_bytes()
+    path.write_bytes(sound + bytes(64))
+    error = run(capsys, source, tmp_path / "out", "--to", "nvfp4")
+    assert f"{path.name} needs {len(sound)} bytes for its tensors; found {len(sound) + 64}" in error
+    size = struct.unpack("<Q", sound[:8])[0]
+    header = json.loads(sound[8 : 8 + size])
+    first, second = sorted((n for n in header if n != "__metadata__"),
+                           key=lambda n: header[n]["data_offsets"])[:2]  # fmt: skip
+    header[second]["data_offsets"] = [at - 2 for at in header[second]["data_offsets"]]
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + sound[8 + size :])
+    error = run(capsys, source, tmp_path / "out", "--to", "nvfp4")
+    assert f"tensor {second} in {path.name} needs to begin where another ends" in error
+    assert first != second and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "mtp.safetensors"])
+def test_json_beyond_any_depth(folders, tmp_path: Path, capsys, name: str) -> None:
+    shutil.copytree(folders("source"), tmp_path / "source")
+    deep = b"[" * 100_000
+    size = struct.pack("<Q", len(deep)) if name.startswith("mtp") else b""
+    (tmp_path / "source" / name).write_bytes(size + deep)
+    error = run(capsys, tmp_path / "source", tmp_path / "out", "--to", "nvfp4")
+    assert f"file {name} " in error and "download it again" in error
 
 
 @pytest.mark.parametrize(
