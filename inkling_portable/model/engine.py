@@ -336,16 +336,12 @@ class MetadataBuilder(AttentionMetadataBuilder):
         self.layers = [context[name] for name in layer_names]
 
     def table(self, step: CommonAttentionMetadata) -> torch.Tensor:
-        """The step's block table [B, P]; ValueError where P pages are too few for its lengths.
-
-        No kernel looks, and it would read the pages of the next request.
-        """
+        """The block table [B, P]; ValueError for lengths beyond P pages: no kernel looks."""
         pages, cache = step.block_table_tensor, self.layers[0].kv_cache
         if cache.numel() and step.max_seq_len > pages.shape[1] * cache.shape[2]:
-            raise ValueError(
-                f"{self.layers[0].prefix} needs a block table for {step.max_seq_len} tokens; found "
-                f"{pages.shape[1]} columns of {cache.shape[2]}; lower --max-model-len"
-            )
+            raise ValueError(f"{self.layers[0].prefix} needs a block table for {step.max_seq_len} "
+                             f"tokens; found {pages.shape[1]} columns of {cache.shape[2]}; lower "
+                             "--max-model-len")  # fmt: skip
         return pages
 
 

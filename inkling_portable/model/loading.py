@@ -149,17 +149,10 @@ def _read_header(path: Path) -> dict[str, tuple[str, Shape]]:
                 f"{8 + length + entry['data_offsets'][1]} bytes and the file has {size}; "
                 "download it again"
             )
-    end = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        if entry["data_offsets"][0] != end:
-            raise CheckpointError(
-                f"tensor {name} in {path.name} needs to begin where another ends, at byte {end} of "
-                f"the data; found {entry['data_offsets'][0]}; download the file again"
-            )
-        end = entry["data_offsets"][1]
-    if end != body:
-        raise CheckpointError(f"file {path.name} needs {8 + length + end} bytes for its tensors; "
-                              f"found {size}; download it again")  # fmt: skip
+    spans = sorted(entry["data_offsets"] for entry in header.values())
+    if [first for first, _ in spans] + [body] != [0] + [last for _, last in spans]:
+        raise CheckpointError(f"file {path.name} has bytes that no tensor owns, or that two "
+                              "tensors own; download it again")  # fmt: skip
     return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
 
 

@@ -177,10 +177,7 @@ def check_rows(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_table(pages: Tensor, kv_lens: Tensor, page: int) -> None:
-    """Raise ValueError for lengths on the host that need more columns than `pages` [B, P] has.
-
-    Lengths on a device are not read back: there the model's builders hold the engine's bound to it.
-    """
+    """Raise ValueError where lengths on the host exceed `pages` [B, P]; builders check the rest."""
     room = pages.shape[1] * page
     if kv_lens.device.type == "cpu" and len(kv_lens) and int(kv_lens.max()) > room:
         raise ValueError(f"pages needs columns for {int(kv_lens.max())} tokens; found "
