@@ -57,9 +57,9 @@ class SinkExperts(nn.Module):
         self.w13_weight = nn.Parameter(
             torch.empty(text.num_sinks, 2 * width, text.hidden_size), requires_grad=False
         )
-        self.w2_weight = nn.Parameter(
-            torch.empty(text.num_sinks, text.hidden_size, width), requires_grad=False
-        )
+        # In memory the sinks' columns lie side by side, so that a step of many rows is one product.
+        beside = torch.empty(text.hidden_size, text.num_sinks, width)
+        self.w2_weight = nn.Parameter(beside.transpose(0, 1), requires_grad=False)
         self.ops = settings.ops()
 
     def forward(self, x: Tensor, gammas: Tensor) -> Tensor:
