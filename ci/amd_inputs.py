@@ -263,7 +263,7 @@ def linear_cases() -> Iterator[Case]:
         sizes = {(32, 64, 128): (hidden,), (2, 1): (2,), (16, 64, 24): (inner,), (0, 9): (1, 1)}
         yield Case(f"sink_experts one {hidden} {inner}", "sink_experts", sizes, weight=3)
     for hidden, inner in (*((h, 48) for h in HIDDEN), *((96, i) for i in (384, 768, 1024, 2048))):
-        sizes = {(1, 0, 3): (1,), (64, 32, 6144): (hidden,), (8, 256, 40): (256,), (2, 1): (2,),
+        sizes = {(1, 0, 3): (1,), (64, 32, 2080): (hidden,), (8, 256, 40): (256,), (2, 1): (2,),
                  (16, 64, 24): (inner,), (2, 6, 1): (6,)}  # fmt: skip
         yield Case(f"gated_sinks {hidden} {inner}", "gated_sinks", sizes, weight=3)
     for inner in (6144, 4096, 2048, 1536, 1024, 320):

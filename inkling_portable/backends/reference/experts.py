@@ -126,7 +126,7 @@ def sink_experts(x: Tensor, w13: Tensor, w2: Tensor, gammas: Tensor) -> Tensor:
 
 
 def _gated_inputs(draw: Draw) -> dict[str, Any]:
-    dtype, rows, width = draw.choice(DTYPES), draw.choice((1, 0, 3)), draw.choice((64, 32, 6144))
+    dtype, rows, width = draw.choice(DTYPES), draw.choice((1, 0, 3)), draw.choice((64, 32, 2080))
     experts, sinks, inner = (
         draw.choice((8, 256, 40)),
         draw.choice((2, 1)),
