@@ -395,7 +395,9 @@ DEVICE void wait_for_phase(u64* b, int parity) {
     }
 }
 DEVICE void show_writes() {}
-DEVICE void wait_for_blocks(int*) { __builtin_trap(); }
+DEVICE void wait_idly(u64* b, int parity) { wait_for_phase(b, parity); }
+DEVICE void come(int*) { __builtin_trap(); }
+DEVICE void wait_for_blocks(const int*) { __builtin_trap(); }
 DEVICE void leave_blocks(int*) {}
 DEVICE void let_next_start() {}
 DEVICE void wait_for_previous() {}

@@ -128,26 +128,33 @@ DEVICE void arrive_and_expect(u64* b, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)),
                  "r"(bytes) : "memory");
 }
-DEVICE void wait_for_phase(u64* b, int parity) {
+DEVICE bool try_phase(u64* b, int parity) {
     u32 done;
-    do {
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
-                     "selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
-    } while (!done);
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+                 "selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+    return done;
 }
-// Waits until each block of the grid came here, and leaves the counters as they were.
+DEVICE void wait_for_phase(u64* b, int parity) {
+    while (!try_phase(b, parity)) continue;
+}
+// For warps that have little else to do: they leave the others' turns alone.
+DEVICE void wait_idly(u64* b, int parity) {
+    while (!try_phase(b, parity)) __nanosleep(20);
+}
+// Counts this block in; waits until as many came as the grid has; the last one to leave makes the
+// three counters zeros again.
 DEVICE void show_writes() { __threadfence(); }
-DEVICE void wait_for_blocks(int* counters) {
-    atomicAdd(counters, 1);
-    int come;
+DEVICE void come(int* counter) { atomicAdd(counter, 1); }
+DEVICE void wait_for_blocks(const int* counter) {
+    int came;
     do {
-        asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(come) : "l"(counters) : "memory");
-    } while (come < (int)gridDim.x);
+        asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(came) : "l"(counter) : "memory");
+    } while (came < (int)gridDim.x);
 }
 DEVICE void leave_blocks(int* counters) {
-    if (atomicAdd(counters + 1, 1) != (int)gridDim.x - 1) return;
-    counters[0] = counters[1] = 0;
+    if (atomicAdd(counters + 2, 1) != (int)gridDim.x - 1) return;
+    counters[0] = counters[1] = counters[2] = 0;
 }
 // Brings bytes that are used once; addresses and their number are multiples of 16.
 DEVICE void bring(void* to, const void* from, int bytes, u64* b) {

@@ -16,7 +16,7 @@
 // experts and of the first product. A stage has, for each group of warps, some columns of some rows;
 // the warps of a group share its columns. In the first product blocks take neighbouring items, rows of
 // an expert for up to 8 of its tokens; in the second, rows of all experts, one for each warp, and sum
-// over slots at the end. Between the two each block waits for all others, so they must fit at once.
+// over slots at the end, once all blocks have what it multiplies: so they must fit at once.
 template <bool UP_>
 struct Of {
     static const bool UP = UP_;
@@ -83,34 +83,40 @@ DEVICE void list_few(Lists& lists, const int* ids, int pairs) {
     if (lane == 31) lists.found = up_to >> 16;
 }
 
+// Tiles of more pairs, by all warps.
 DEVICE void list_tiles(Lists& lists, const int* ids, int pairs) {
+    SHARED int totals[THREADS / 32];
     const int tid = threadIdx.x, lane = tid & 31;
     for (int i = tid; i < EXPERTS; i += THREADS) lists.cursors[i] = 0;
     wait_for_previous();
+    int expert = tid < pairs ? ids[tid] : -1;
     barrier();
     for (int i = tid; i < pairs; i += THREADS) {
-        const int expert = ids[i];
+        if (i != tid) expert = ids[i];
         if (expert >= 0 && expert < EXPERTS) add_shared(&lists.cursors[expert], 1);
     }
     barrier();
-    if (tid >= 32) return;
-    // Each lane counts neighbouring experts; pairs in the low half, tiles in the high one.
-    const int EACH = (EXPERTS + 31) / 32;
+    // Each thread counts neighbouring experts; pairs in the low half, tiles in the high one.
+    const int EACH = (EXPERTS + THREADS - 1) / THREADS;
     int counts[EACH], mine = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        counts[i] = lane * EACH + i < EXPERTS ? lists.cursors[lane * EACH + i] : 0;
+        counts[i] = tid * EACH + i < EXPERTS ? lists.cursors[tid * EACH + i] : 0;
         mine += counts[i] + ((counts[i] + 7) / 8 << 16);
     }
-    int before = sum_up_to(mine, lane) - mine;
+    const int up_to = sum_up_to(mine, lane);
+    if (lane == 31) totals[tid >> 5] = up_to;
+    barrier();
+    int before = up_to - mine;
+    for (int warp = 0; warp < tid >> 5; warp++) before += totals[warp];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        const int expert = lane * EACH + i, tiles = (counts[i] + 7) / 8;
+        const int expert = tid * EACH + i, tiles = (counts[i] + 7) / 8;
         if (expert < EXPERTS) lists.starts[expert] = lists.cursors[expert] = before & 0xFFFF;
         for (int j = 0; j < tiles; j++) lists.owners[(before >> 16) + j] = expert | j << 16;
         before += counts[i] + (tiles << 16);
     }
-    if (lane == 31) lists.found = before >> 16;
+    if (tid == THREADS - 1) lists.found = before >> 16;
 }
 
 // For one warp. In the order of the pairs, so that all blocks cut an expert's tiles alike.
@@ -145,16 +151,15 @@ struct Share {
     int begin, slabs, found, padded, all;
     float inverse;
 };
-DEVICE void range_of(i64 all, int& begin, int& end) {
+// Where the share begins of this block, or of the `next` one.
+DEVICE int start_of(i64 all, int next) {
     // Blocks of one SM, as they are commonly laid out, are neighbours: their sum comes out even.
     const int units = gridDim.x / RESIDENT, at = blockIdx.x % units * RESIDENT + blockIdx.x / units;
-    begin = at * all / gridDim.x;
-    end = (at + 1) * all / gridDim.x;
+    return (at + next) * all / gridDim.x;
 }
 DEVICE Share share_of(int found) {
-    int begin, end;
-    range_of(Of<false>::SLABS, begin, end);
-    const int slabs = end - begin, lists = found > 0 ? (found + WARPS - 1) / WARPS : 1;
+    const int begin = start_of(Of<false>::SLABS, 0);
+    const int slabs = start_of(Of<false>::SLABS, 1) - begin, lists = found > 0 ? (found + WARPS - 1) / WARPS : 1;
     const bool gapless = found > 0 && (BUFFERS >= slabs || (BUFFERS > 1 && found >= WARPS));
     const int padded = gapless ? found : lists * WARPS;
     return {begin, slabs, found, padded, slabs * padded, 1.0f / padded};
@@ -167,24 +172,41 @@ DEVICE int units_at(const Share& s, int unit) {
     return left < WARPS ? left : WARPS;
 }
 
-// Calls stage(first tile or unit, first slab, part of k) for all stages of a block, in order.
-template <class P, class F>
-DEVICE void walk(int found, F stage) {
+// Tiles of the first half. Each block does its items of one half before those of the other, so that
+// the second product begins with tiles which all blocks have left behind.
+DEVICE int half_of(int found) {
+    return found * Of<true>::PACKS >= 4 * (int)gridDim.x ? found / 2 : found;
+}
+
+// Calls stage(first tile or unit, first slab, part of k) for all stages of a block, in order, and of
+// the first product ended(half) after those of each half.
+template <class P, class F, class G>
+DEVICE void walk(int found, F stage, G ended) {
     if (P::UP) {
-        int begin, end;
-        range_of((i64)found * P::PACKS, begin, end);
-        int tile = begin / P::PACKS, pack = begin % P::PACKS;
-        for (int n = begin; n < end; n++) {
-            for (int part = 0; part < P::PARTS_K; part++) stage(tile, pack * P::WARPS_M, part);
-            if (++pack < P::PACKS) continue;
-            pack = 0;
-            tile++;
+        const int tiles = half_of(found), items = tiles * P::PACKS;
+        const i64 all = (i64)found * P::PACKS;
+        for (int half = 0; half < 2; half++) {
+            // Blocks with more items in one half have fewer in the other.
+            int begin = start_of(items, 0), end = start_of(items, 1);
+            if (half) begin = items + start_of(all, 0) - begin, end = items + start_of(all, 1) - end;
+            int tile = begin / P::PACKS, pack = begin % P::PACKS;
+            for (int n = begin; n < end; n++) {
+                for (int part = 0; part < P::PARTS_K; part++) stage(tile, pack * P::WARPS_M, part);
+                if (++pack < P::PACKS) continue;
+                pack = 0;
+                tile++;
+            }
+            ended(half);
         }
     } else {
         const Share share = share_of(found);
         for (int unit = 0; unit < share.all; unit += WARPS)
             for (int part = 0; part < P::PARTS_K; part++) stage(unit, share.begin, part);
     }
+}
+template <class P, class F>
+DEVICE void walk(int found, F stage) {
+    walk<P>(found, stage, [](int) {});
 }
 
 // Brings what a stage has of codes or of scales; `turn` is this warp's among those that do.
@@ -214,7 +236,7 @@ DEVICE void produce(const Lists& lists, const Matrix& m, u8* ring, u64* full, u6
                     Place& place, int lane, int turn) {
     const Share share = share_of(lists.found);
     walk<P>(lists.found, [&](int tile, int slab, int part) {
-        wait_for_phase(empty + place.slot, place.parity ^ 1);
+        wait_idly(empty + place.slot, place.parity ^ 1);
         const int groups = P::UP ? P::WARPS_M : units_at(share, tile);
         // Of copies this warp brings every BRINGERS-th.
         const int copies = (groups * P::COPIES - turn + BRINGERS - 1) / BRINGERS;
@@ -243,7 +265,7 @@ struct Passed {
 // and 3 those of the next token; the order is always the same. What a lane of the second product loads
 // at once lies together, in pairs (j, j + 4), and beside what its row's other lanes load.
 DEVICE void end_items(const Lists& lists, const Matrix& m, u16* out, const Handed* handed, Passed* passed,
-                      int lane) {
+                      int* counters, int lane) {
     typedef Of<true> P;
     const int g = lane >> 2;
     int buffer = 0, turn = 0;
@@ -254,24 +276,29 @@ DEVICE void end_items(const Lists& lists, const Matrix& m, u16* out, const Hande
         for (int group = 0; group < P::WARPS_M; group++) {
             const Handed& h = handed[group * 2 + buffer];
             Passed& p = passed[group * 2 + buffer];
-            wait_for_phase(&p.given, turn);
+            float low[P::TILES * 2], high[P::TILES * 2];
+#pragma unroll
+            for (int j = 0; j < P::TILES * 2; j++) {
+                const int row = ((slab + group) * P::TILES + (j >> 1)) * 8 + g;
+                const float* const gains = m.gains + expert * m.g_expert;
+                low[j] = high[j] = UNSHIFT;
+                if (!GAIN) continue;
+                low[j] *= gains[(INTERLEAVED ? 2 * row : row) * m.g_row];
+                high[j] *= gains[(INTERLEAVED ? 2 * row + 1 : row + INNER) * m.g_row];
+            }
+            wait_idly(&p.given, turn);
 #pragma unroll
             for (int j = 0; j < P::TILES * 2; j++) {
                 const int odd = j & 1, tall = j >> 1, at = first + (lane & 3) * 2 + odd;
                 if (at >= last) continue;
                 const int row = ((slab + group) * P::TILES + tall) * 8 + g;
-                float low = UNSHIFT, high = UNSHIFT, a = 0, b = 0;
-                if (GAIN) {
-                    const float* const gains = m.gains + expert * m.g_expert;
-                    low *= gains[(INTERLEAVED ? 2 * row : row) * m.g_row];
-                    high *= gains[(INTERLEAVED ? 2 * row + 1 : row + INNER) * m.g_row];
-                }
+                float a = 0, b = 0;
                 for (int s = 0; s < P::WARPS_K; s++) {
                     a += h.sums[s][tall * 4 + odd][lane];
                     b += h.sums[s][tall * 4 + odd + 2][lane];
                 }
                 // Gate and up are rounded to storage before the activation, as the contract says.
-                const float gate = from_bf16(to_bf16(a * low)), up = from_bf16(to_bf16(b * high));
+                const float gate = from_bf16(to_bf16(a * low[j])), up = from_bf16(to_bf16(b * high[j]));
                 out[lists.chosen[at] * (i64)INNER + (row & ~127) + (row >> 3 & 3) * 32 +
                     (row >> 5 & 3) * 8 + (row & 3) * 2 + (row >> 2 & 1)] =
                     to_bf16(silu(gate) * up * RAISE);
@@ -281,6 +308,11 @@ DEVICE void end_items(const Lists& lists, const Matrix& m, u16* out, const Hande
         }
         buffer ^= 1;
         turn ^= buffer ^ 1;
+    }, [&](int half) {
+        if (!counters) return;
+        show_writes();
+        warp_barrier();
+        if (lane == 0) come(counters + half);
     });
 }
 
@@ -423,7 +455,8 @@ DEVICE void consume_up(const Lists& lists, const u16* x, i64 x_stride, u8* ring,
 }
 
 DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, u16* out,
-                         i64 out_stride, int pairs, u8* ring, u64* full, u64* empty, Place& place) {
+                         i64 out_stride, int pairs, u8* ring, u64* full, u64* empty, Place& place,
+                         u64* halves) {
     typedef Of<false> P;
     const int TILES = P::TILES, ROWS = P::ROWS;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, quarter = lane & 3;
@@ -432,7 +465,8 @@ DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, 
     float sums[TILES][2][4], row_gains[TILES * 2];
     uint4 held[4];
     // This warp's unit: a tile and which of the block's slabs; where its two tokens' sums go.
-    int tile = warp, local = 0, places[2];
+    int tile = warp, local = 0, places[2], seen = -1;
+    const int first_half = half_of(lists.found);
     const u16* tokens = inner;
     bool mine = false, pair = false;
     auto look = [&] {
@@ -442,6 +476,10 @@ DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, 
         }
         mine = local < own.slabs && tile < own.found;
         if (!mine) return;
+        if (const int half = tile >= first_half; halves && half > seen) {
+            wait_for_phase(halves + half, 0);
+            seen = half;
+        }
         const int owner = lists.owners[tile], expert = owner & 0xFFFF;
         const int first = lists.starts[expert] + (owner >> 16) * 8, left = lists.cursors[expert] - first;
         pair = left <= 2;
@@ -513,7 +551,7 @@ DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, 
     }
 }
 
-// `phases` has 1 for the first product and 2 for the second one; `counters` are two zeros, and again
+// `phases` has 1 for the first product and 2 for the second one; `counters` are three zeros, and again
 // when the kernel ends.
 KERNEL(THREADS)
 experts(const u16* x, const int* ids, const float* weights, u16* inner, u16* out, int* counters,
@@ -523,7 +561,7 @@ experts(const u16* x, const int* ids, const float* weights, u16* inner, u16* out
         i64 out_stride) {
     SHARED Lists lists;
     SHARED Passed passed[2 * Of<true>::WARPS_M];
-    SHARED u64 full[STAGES], empty[STAGES];
+    SHARED u64 full[STAGES], empty[STAGES], halves[2];
     DYNAMIC(ring);
     // Beyond the ring: what the first product hands on, then what pairs add to the second one's sums.
     Handed* const handed = (Handed*)(ring + STAGES * STAGE);
@@ -535,6 +573,7 @@ experts(const u16* x, const int* ids, const float* weights, u16* inner, u16* out
             start_phases(full + i, BRINGERS);
             start_phases(empty + i, WARPS);
         }
+        for (u64& half : halves) start_phases(&half, 1);
         for (Passed& p : passed) {
             start_phases(&p.given, UP_WARPS_K);
             start_phases(&p.taken, 1);
@@ -553,25 +592,29 @@ experts(const u16* x, const int* ids, const float* weights, u16* inner, u16* out
         if (phases & 2) produce<Of<false>>(lists, down, ring, full, empty, place, lane, turn);
     } else if (warp == WARPS) {
         if (!few) list_pairs(lists, ids, pairs);
-        for (int i = lane; i < pairs; i += 32) {
-            lists.known[i] = ids[i] >= 0 && ids[i] < EXPERTS;
-            lists.factors[i] = weights[i];
-        }
+        auto keep_factors = [&] {
+            for (int i = lane; i < pairs; i += 32) {
+                lists.known[i] = ids[i] >= 0 && ids[i] < EXPERTS;
+                lists.factors[i] = weights[i];
+            }
+        };
+        if (phases != 3) keep_factors();
         barrier_of(32 * WARPS + 32);
-        if (phases & 1) end_items(lists, up, inner, handed, passed, lane);
-        if (phases == 3) {
-            show_writes();
-            warp_barrier();
-            if (lane == 0) wait_for_blocks(counters);
-            barrier_of(32 * WARPS + 32);
+        if (phases == 3) keep_factors();  // consumers wait for this warp again before they are read
+        if (phases & 1) end_items(lists, up, inner, handed, passed, phases == 3 ? counters : 0, lane);
+        if (phases == 3 && lane == 0) {
+            for (int half = 0; half < 2; half++) {
+                wait_for_blocks(counters + half);
+                arrive(halves + half);
+            }
+            leave_blocks(counters);
         }
     } else {
         barrier_of(32 * WARPS + 32);
         if (phases & 1)
             consume_up(lists, x, x_stride, ring, full, empty, place, handed, passed);
-        if (phases == 3) barrier_of(32 * WARPS + 32);
         if (phases & 2)
-            consume_down(lists, down, inner, out, out_stride, pairs, ring, full, empty, place);
-        if (phases == 3 && tid == 0) leave_blocks(counters);
+            consume_down(lists, down, inner, out, out_stride, pairs, ring, full, empty, place,
+                         phases == 3 ? halves : 0);
     }
 }

@@ -179,8 +179,8 @@ def routed_experts(
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """Two zeros for launches of each stream; made before anything is captured."""
-    zeros = torch.zeros(64, 2, dtype=torch.int32, device=device)
+    """Three zeros for launches of each stream; made before anything is captured."""
+    zeros = torch.zeros(64, 4, dtype=torch.int32, device=device)
     torch.cuda.current_stream().synchronize()
     return zeros
 
