@@ -80,8 +80,8 @@ Settings = module.Stream
 @pytest.mark.parametrize(("form", "rows", "hidden", "inner", "settings", "buffers"), [
     ("nvfp4", 1, 512, 256, Settings(4, 2, 1, 256, 1, 256, 3, 2), 9),  # warps share k
     ("nvfp4", 4, 512, 512, Settings(4, 4, 1, 512, 1, 256, 2, 1, 2), 2),  # rows come one by one
-    ("mxfp4", 40, 512, 384, Settings(3, 1, 1, 512, 2, 384, 2, 1), 2),  # tiles of an expert
-    ("mxfp4", 9, 512, 512, Settings(2, 1, 2, 512, 2, 512, 2, 2), 1),
+    ("mxfp4", 40, 512, 384, Settings(3, 1, 1, 512, 2, 384, 2, 1), 1),  # tiles of an expert
+    ("mxfp4", 9, 512, 512, Settings(2, 1, 2, 512, 2, 512, 2, 2), 2),
     ("nvfp4", 31, 128, 384, None, 0),  # sorted beforehand, an odd number of chunks
     ("mxfp4", 60, 256, 128, None, 0),
 ])  # fmt: skip
