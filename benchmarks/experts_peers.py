@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ def _layer(backend: str, weights: dict[str, Any], top_k: int) -> Peer:
     experts, hidden, packed = weights["w2"].shape
     nvfp4 = weights["format"] == "nvfp4"
     quantization: Any = Mxfp4Config()
+    if not nvfp4 and backend == "humming":  # which asks for activations
+        config.model_config = SimpleNamespace(quantization_config=None, dtype=torch.bfloat16,
+                                              hf_config=None)  # fmt: skip
     if nvfp4:
         quantization = ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True)
 
