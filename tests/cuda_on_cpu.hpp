@@ -16,7 +16,6 @@
 #define DEVICE static inline
 #define KERNEL(threads) static void
 #define SHARED static
-#define GLOBAL static
 
 typedef uint32_t u32;
 typedef unsigned long long u64;
@@ -159,23 +158,6 @@ static float e4m3(int code) {
 DEVICE void e4m3_twice(u32 codes, u32& first, u32& second) {
     first = to_bf16(e4m3(codes & 255) * 0x1p119f) * 0x10001u;
     second = to_bf16(e4m3(codes >> 8 & 255) * 0x1p119f) * 0x10001u;
-}
-
-DEVICE void e4m3_floats(u32 codes, float& first, float& second) {
-    first = e4m3(codes & 255);
-    second = e4m3(codes >> 8 & 255);
-}
-DEVICE float float_of(u32 bits) { return as_float(bits); }
-DEVICE float sum_of_quarters(float x) {
-    static float held[fibers::MOST];
-    const int me = threadIdx.x;
-    for (int step = 1; step < 4; step *= 2) {
-        held[me] = x;
-        meet_warp();
-        x += held[me ^ step];
-        meet_warp();
-    }
-    return x;
 }
 
 // mma.m16n8k16: of a, lane 4 g + t has rows g and g + 8 at k 2 t, 2 t + 1 and 8 more; of b the same k

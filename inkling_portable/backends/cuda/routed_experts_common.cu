@@ -17,7 +17,6 @@ typedef unsigned long long u64;
 
 #ifndef ON_HOST
 #define DEVICE __device__ __forceinline__
-#define GLOBAL __device__
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, RESIDENT)
 #define SHARED __shared__
 
@@ -68,18 +67,6 @@ DEVICE void e4m3_twice(u32 codes, u32& first, u32& second) {
         "cvt.f32.f16 a, l; cvt.f32.f16 b, h; cvt.rn.bf16x2.f32 c, b, a;"
         "mul.rn.bf16x2 c, c, %3; mov.b32 {l, h}, c; mov.b32 %0, {l, l}; mov.b32 %1, {h, h};}"
         : "=r"(first), "=r"(second) : "h"((u16)codes), "r"(0x7B007B00u));
-}
-// Two E4M3 codes -> their values.
-DEVICE void e4m3_floats(u32 codes, float& first, float& second) {
-    asm("{.reg .b16 l, h; .reg .b32 c; cvt.rn.f16x2.e4m3x2 c, %2; mov.b32 {l, h}, c;"
-        "cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
-        : "=f"(first), "=f"(second) : "h"((u16)codes));
-}
-DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
-// The sum over the four lanes of a row.
-DEVICE float sum_of_quarters(float x) {
-    x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
-    return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
 }
 DEVICE void multiply_tiles(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
@@ -190,32 +177,15 @@ DEVICE void decode_scales(u32 codes, u32& first, u32& second) {
     }
 }
 
-// Eight codes as pairs (j, j + 4), times 2^-126.
-DEVICE void spread(u32 word, u32* pairs) {
+// Eight codes times their scale: pairs (j, j + 4).
+DEVICE void decode(u32 word, u32 scale, u32* pairs) {
     const u32 next = without_byte(word), odd = masked(word, 0x80808080u);
     // One multiplication moves the sign of a nibble to bit 15 and its value to bit 6. Odd nibbles take
     // the other way, so that both kinds of units are busy.
-    pairs[0] = ((word & 0x000F000Fu) * 0x1040u) & 0x81C081C0u;
-    pairs[1] = signed_pair(word * 4, odd * 256);
-    pairs[2] = ((next & 0x000F000Fu) * 0x1040u) & 0x81C081C0u;
-    pairs[3] = signed_pair(next * 4, odd);
-}
-
-// Eight codes times their scale: pairs (j, j + 4).
-DEVICE void decode(u32 word, u32 scale, u32* pairs) {
-    spread(word, pairs);
-#pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = multiply_pairs(pairs[i], scale);
-}
-
-// Scales of the first and the last 16 codes as they are.
-DEVICE void scale_floats(u32 codes, float& first, float& second) {
-    if (BLOCK == 16) {
-        e4m3_floats(codes, first, second);
-    } else {
-        first = float_of(codes == 255 ? 0x7FC00000u : codes ? codes << 23 : 0x00400000u);
-        second = first;
-    }
+    pairs[0] = multiply_pairs(((word & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, scale);
+    pairs[1] = multiply_pairs(signed_pair(word * 4, odd * 256), scale);
+    pairs[2] = multiply_pairs(((next & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, scale);
+    pairs[3] = multiply_pairs(signed_pair(next * 4, odd), scale);
 }
 
 DEVICE u32 shared_scales(const u8* p) { return BLOCK == 16 ? *(const u16*)p : *p; }

@@ -39,21 +39,13 @@ struct Of {
 #define LARGER(a, b) ((a) > (b) ? (a) : (b))
 #define STAGE (LARGER(Of<true>::WARPS_M * Of<true>::GROUP, WARPS * Of<false>::GROUP))
 
-// Between the products values are times 2^64, as they are for PAIRs of tokens anywhere: sums of codes
-// times 2^-126 stay far from what a float cannot hold.
-#define RAISE 0x1p64f
-#define RAISED_PAIR 0x5F805F80u
-#define UNRAISED (UNSHIFT * 0x1p-64f)
-#define LEVEL (P::UP ? 0x1p62f / UNSHIFT : 0x1p62f / UNRAISED)
-GLOBAL uint4 nothing[INNER / 8];  // zeros
-
 struct Matrix {
     const u8 *w, *scales;
     const float* gains;
     i64 w_expert, s_expert, g_expert, g_row;
 };
-// Pairs by expert, an expert's from starts[expert] to cursors[expert]; of each tile of up to 8 of them its expert, and
-// its number among the expert's tiles times 2^16.
+// Pairs by expert, an expert's from starts[expert] to cursors[expert]; of each tile of up to 8 of them
+// its expert, and its number among the expert's tiles times 2^16.
 struct Lists {
     u16 chosen[LISTED];
     int owners[LISTED < EXPERTS ? LISTED : EXPERTS + LISTED / 8];
@@ -158,8 +150,8 @@ DEVICE int start_of(i64 all, int next) {
     return (at + next) * all / gridDim.x;
 }
 DEVICE Share share_of(int found) {
-    const int begin = start_of(Of<false>::SLABS, 0);
-    const int slabs = start_of(Of<false>::SLABS, 1) - begin, lists = found > 0 ? (found + WARPS - 1) / WARPS : 1;
+    const int begin = start_of(Of<false>::SLABS, 0), slabs = start_of(Of<false>::SLABS, 1) - begin;
+    const int lists = found > 0 ? (found + WARPS - 1) / WARPS : 1;
     const bool gapless = found > 0 && (BUFFERS >= slabs || (BUFFERS > 1 && found >= WARPS));
     const int padded = gapless ? found : lists * WARPS;
     return {begin, slabs, found, padded, slabs * padded, 1.0f / padded};
@@ -301,7 +293,7 @@ DEVICE void end_items(const Lists& lists, const Matrix& m, u16* out, const Hande
                 const float gate = from_bf16(to_bf16(a * low[j])), up = from_bf16(to_bf16(b * high[j]));
                 out[lists.chosen[at] * (i64)INNER + (row & ~127) + (row >> 3 & 3) * 32 +
                     (row >> 5 & 3) * 8 + (row & 3) * 2 + (row >> 2 & 1)] =
-                    to_bf16(silu(gate) * up * RAISE);
+                    to_bf16(silu(gate) * up);
             }
             warp_barrier();
             if (lane == 0) arrive(&p.taken);
@@ -324,12 +316,8 @@ DEVICE void load_tokens(uint4* held, const u16* from) {
 
 // Adds a stage's rows times up to 8 tokens. The first product's are `held`; of the second one's a chunk
 // is, and the others come from `tokens`. What is in shared memory is read once the stage is ready.
-//
-// A PAIR of tokens needs 2 of 8 columns of a product. So each quarter of the lanes gets columns of its
-// own, in which the others' tokens are zeros, and no sum has codes of two scales: scales multiply sums
-// instead of codes. As codes are times 2^-126 then, the tokens are times 2^64.
-template <class P, bool PAIR, int N>
-DEVICE void multiply_stage(float (*sums)[2][4], const u16* tokens, uint4 (&held)[N], const u8* row,
+template <class P>
+DEVICE void multiply_stage(float (*sums)[2][4], const u16* tokens, uint4* held, const u8* row,
                            const u8* row_scales, u64* ready, int parity) {
     const int TILES = P::TILES;
     wait_for_phase(ready, parity);
@@ -337,7 +325,6 @@ DEVICE void multiply_stage(float (*sums)[2][4], const u16* tokens, uint4 (&held)
     for (int c = 0; c < P::CHUNKS; c++) {
         uint4 now[4], low[TILES], high[TILES];
         u32 low_scale[TILES][2], high_scale[TILES][2];
-        float low_float[TILES][2], high_float[TILES][2], apart[TILES][2][4];
 #pragma unroll
         for (int i = 0; i < 4; i++) now[i] = held[P::UP ? c * 4 + i : i];
         if (!P::UP && c + 1 < P::CHUNKS) load_tokens(held, tokens + (c + 1) * CHUNK);
@@ -346,16 +333,9 @@ DEVICE void multiply_stage(float (*sums)[2][4], const u16* tokens, uint4 (&held)
             low[m] = load_row(row + m * 16 * P::PITCH + c * (CHUNK / 2));
             high[m] = load_row(row + (m * 16 + 8) * P::PITCH + c * (CHUNK / 2));
             const u8* const s = row_scales + m * 16 * P::S_PITCH + c * (CHUNK / BLOCK);
-            const u32 one = shared_scales(s), other = shared_scales(s + 8 * P::S_PITCH);
-            if (PAIR) {
-                scale_floats(one, low_float[m][0], low_float[m][1]);
-                scale_floats(other, high_float[m][0], high_float[m][1]);
-#pragma unroll
-                for (int i = 0; i < 8; i++) apart[m][i / 4][i % 4] = 0;
-            } else {
-                decode_scales(one, low_scale[m][0], low_scale[m][1]);
-                decode_scales(other, high_scale[m][0], high_scale[m][1]);
-            }
+            decode_scales(shared_scales(s), low_scale[m][0], low_scale[m][1]);
+            decode_scales(shared_scales(s + 8 * P::S_PITCH), high_scale[m][0],
+                          high_scale[m][1]);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -363,33 +343,13 @@ DEVICE void multiply_stage(float (*sums)[2][4], const u16* tokens, uint4 (&held)
 #pragma unroll
             for (int m = 0; m < TILES; m++) {
                 u32 a[4], b[4];
-                if (PAIR) {
-                    spread(word_of(low[m], i), a);
-                    spread(word_of(high[m], i), b);
-                } else {
-                    decode(word_of(low[m], i), low_scale[m][i / 2], a);
-                    decode(word_of(high[m], i), high_scale[m][i / 2], b);
-                }
-                float* const one = PAIR ? apart[m][i / 2] : sums[m][0];
-                float* const other = PAIR ? apart[m][i / 2] : sums[m][1];
-                multiply_tiles(one, a[0], b[0], a[1], b[1], v.x, v.y);
-                multiply_tiles(other, a[2], b[2], a[3], b[3], v.z, v.w);
+                decode(word_of(low[m], i), low_scale[m][i / 2], a);
+                decode(word_of(high[m], i), high_scale[m][i / 2], b);
+                multiply_tiles(sums[m][0], a[0], b[0], a[1], b[1], v.x, v.y);
+                multiply_tiles(sums[m][1], a[2], b[2], a[3], b[3], v.z, v.w);
             }
         }
-        if (!PAIR) continue;
-#pragma unroll
-        for (int i = 0; i < 8 * TILES; i++) {
-            const int m = i / 8, half = i / 4 % 2, at = i % 4;
-            sums[m][0][at] += apart[m][half][at] * (at < 2 ? low_float : high_float)[m][half];
-        }
     }
-}
-
-// From sums of columns of each quarter of the lanes to what products without PAIRs give.
-template <class P>
-DEVICE void add_quarters(float (*sums)[2][4]) {
-    for (int i = 0; i < P::TILES * 4; i++)
-        sums[i / 4][0][i % 4] = sum_of_quarters(sums[i / 4][0][i % 4]) * LEVEL;
 }
 
 DEVICE void consume_up(const Lists& lists, const u16* x, i64 x_stride, u8* ring, u64* full, u64* empty,
@@ -402,32 +362,24 @@ DEVICE void consume_up(const Lists& lists, const u16* x, i64 x_stride, u8* ring,
     const u16* tokens = x;
     uint4 held[P::CHUNKS * 4];
     int known = -1, buffer = 0, turn = 0;
-    bool pair = false, mine = false;
     walk<P>(lists.found, [&](int tile, int slab, int part) {
         if (tile != known) {
             const int owner = lists.owners[tile], expert = owner & 0xFFFF;
-            const int first = lists.starts[expert] + (owner >> 16) * 8, left = lists.cursors[expert] - first;
-            pair = left <= 2;
-            const int wanted = pair ? g & 1 : g;
-            mine = !pair || (g >> 1 == quarter && wanted < left);
+            const int first = lists.starts[expert] + (owner >> 16) * 8;
+            const int left = lists.cursors[expert] - first;
             // Columns of no token repeat one that is there: no column touches another.
-            tokens = x + lists.chosen[first + (wanted < left ? wanted : 0)] / TOP_K * x_stride +
+            tokens = x + lists.chosen[first + (g < left ? g : 0)] / TOP_K * x_stride +
                      share * P::SHARE + quarter * 32;
         }
-        if (tile != known || P::PARTS_K > 1) {
+        // As columns lie in a word of codes: in pairs (j, j + 4).
+        if (tile != known || P::PARTS_K > 1)
 #pragma unroll
             for (int i = 0; i < P::CHUNKS * 4; i++) {
                 const uint4 v = load_row(tokens + part * P::KS + i / 4 * CHUNK + i % 4 * 8);
                 held[i] = {permute(v.x, v.z, 0x5410), permute(v.x, v.z, 0x7632),
                            permute(v.y, v.w, 0x5410), permute(v.y, v.w, 0x7632)};
-                if (pair)
-                    held[i] = {mine ? multiply_pairs(held[i].x, RAISED_PAIR) : 0,
-                               mine ? multiply_pairs(held[i].y, RAISED_PAIR) : 0,
-                               mine ? multiply_pairs(held[i].z, RAISED_PAIR) : 0,
-                               mine ? multiply_pairs(held[i].w, RAISED_PAIR) : 0};
             }
-            known = tile;
-        }
+        known = tile;
         if (part == 0)
             for (int i = 0; i < TILES * 8; i++) sums[i / 8][i / 4 % 2][i % 4] = 0;
         const u8* const here = ring + place.slot * STAGE + group * P::GROUP;
@@ -435,13 +387,11 @@ DEVICE void consume_up(const Lists& lists, const u16* x, i64 x_stride, u8* ring,
         const u8* const row_scales =
             here + P::ROWS * P::PITCH + g * P::S_PITCH + (share * P::SHARE + quarter * 32) / BLOCK;
         u64* const ready = full + place.slot;
-        if (pair) multiply_stage<P, true>(sums, tokens, held, row, row_scales, ready, place.parity);
-        else multiply_stage<P, false>(sums, tokens, held, row, row_scales, ready, place.parity);
+        multiply_stage<P>(sums, tokens, held, row, row_scales, ready, place.parity);
         warp_barrier();
         if (lane == 0) arrive(empty + place.slot);
         advance(place);
         if (part < P::PARTS_K - 1) return;
-        if (pair) add_quarters<P>(sums);
         Handed& h = handed[group * 2 + buffer];
         Passed& p = passed[group * 2 + buffer];
         wait_for_phase(&p.taken, turn ^ 1);
@@ -468,7 +418,7 @@ DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, 
     int tile = warp, local = 0, places[2], seen = -1;
     const int first_half = half_of(lists.found);
     const u16* tokens = inner;
-    bool mine = false, pair = false;
+    bool mine = false;
     auto look = [&] {
         while (tile >= own.padded) {
             tile -= own.padded;
@@ -482,10 +432,7 @@ DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, 
         }
         const int owner = lists.owners[tile], expert = owner & 0xFFFF;
         const int first = lists.starts[expert] + (owner >> 16) * 8, left = lists.cursors[expert] - first;
-        pair = left <= 2;
-        const int wanted = pair ? g & 1 : g;
-        tokens = inner + lists.chosen[first + (wanted < left ? wanted : 0)] * (i64)INNER + quarter * 8;
-        if (pair && !(g >> 1 == quarter && wanted < left)) tokens = (const u16*)nothing;
+        tokens = inner + lists.chosen[first + (g < left ? g : 0)] * (i64)INNER + quarter * 8;
         load_tokens(held, tokens);
         for (int odd = 0; odd < 2; odd++) {
             const int at = quarter * 2 + odd;
@@ -508,12 +455,8 @@ DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, 
             const u8* const row_scales =
                 here + ROWS * P::PITCH + g * P::S_PITCH + quarter * 32 / BLOCK;
             u64* const ready = full + place.slot;
-            if (!mine)
-                wait_for_phase(ready, place.parity);
-            else if (pair)
-                multiply_stage<P, true>(sums, tokens, held, row, row_scales, ready, place.parity);
-            else
-                multiply_stage<P, false>(sums, tokens, held, row, row_scales, ready, place.parity);
+            if (mine) multiply_stage<P>(sums, tokens, held, row, row_scales, ready, place.parity);
+            else wait_for_phase(ready, place.parity);
             warp_barrier();
             if (lane == 0) arrive(empty + place.slot);
             advance(place);
@@ -521,16 +464,13 @@ DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, 
             tokens += P::KS;
             if (mine) load_tokens(held, tokens);
         }
-        if (mine) {
-            if (pair) add_quarters<P>(sums);
-            for (int odd = 0; odd < 2; odd++)
-                if (places[odd] >= 0)
-                    for (int i = 0; i < TILES * 2; i++) {
-                        const int at = i % 2 * 2 + odd;
-                        const float one = (sums[i / 2][0][at] + sums[i / 2][1][at]) * UNRAISED;
-                        parts[places[odd] + i * 8] = GAIN ? one * row_gains[i] : one;
-                    }
-        }
+        for (int odd = 0; odd < 2; odd++)
+            if (mine && places[odd] >= 0)
+                for (int i = 0; i < TILES * 2; i++) {
+                    const int at = i % 2 * 2 + odd;
+                    const float one = (sums[i / 2][0][at] + sums[i / 2][1][at]) * UNSHIFT;
+                    parts[places[odd] + i * 8] = GAIN ? one * row_gains[i] : one;
+                }
         // The next tokens come while others end this stage.
         tile += WARPS;
         look();

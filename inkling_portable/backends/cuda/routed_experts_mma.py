@@ -51,7 +51,7 @@ class Tiles:
 class Stream:
     """Settings of a few tokens: warps that compute; of the first product, warps that share columns,
     tiles of 16 rows of a warp, columns of a stage; of the second one, tiles and columns; stages,
-    blocks of an SM."""
+    blocks of an SM; warps that bring weights."""
 
     warps: int
     up_warps_k: int
@@ -116,12 +116,11 @@ def few_most(inner: int) -> int:
 def stream_settings(tokens: int, hidden: int, inner: int) -> tuple[Stream, ...]:
     """Settings of a few tokens, as measured on an H200; the first that fits is taken."""
     if inner <= 384:
-        warps, bringers = (12, 1) if tokens <= 4 else (16, 2)
-        return tuple(Stream(warps, warps, 1, hidden, 1, inner, stages, 1, bringers)
-                     for stages in (3, 2))  # fmt: skip
+        warps = 12 if tokens <= 64 else 16
+        return tuple(Stream(warps, warps, 1, hidden, 1, inner, stages, 1, 3) for stages in (3, 2))
     if inner <= 1024:
-        return tuple(Stream(8, 8, 1, hidden, 1, inner, stages, 1, 2) for stages in (3, 2))
-    return Stream(8, 8, 1, hidden, 1, 1024, 2, 1, 5), Stream(8, 8, 1, hidden, 1, 512, 3, 1, 5)
+        return tuple(Stream(8, 8, 1, hidden, 1, inner, stages, 1, 3) for stages in (3, 2))
+    return Stream(8, 8, 1, hidden, 1, 1024, 2, 1, 7), Stream(8, 8, 1, hidden, 1, 512, 3, 1, 7)
 
 
 def many_tiles(tokens: int, up: bool) -> Tiles:
