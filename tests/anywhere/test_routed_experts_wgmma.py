@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import knobs
 
 from inkling_portable.agreement import disagreements
-from inkling_portable.backends.cuda import compiled
+from inkling_portable.backends.cuda import compiled, routed_experts_mma
 from inkling_portable.backends.cuda import routed_experts_wgmma as module
 from inkling_portable.backends.cuda.routed_experts_wgmma import Tiles
 from inkling_portable.compile_ahead import compiled_ahead
@@ -29,6 +29,7 @@ def provider(build: Callable[..., HostKernel], monkeypatch: pytest.MonkeyPatch
              ) -> Callable[..., Tensor]:  # fmt: skip
     monkeypatch.setattr(module, "kernel", build)
     monkeypatch.setattr(module, "FROM", 0)
+    monkeypatch.setattr(routed_experts_mma, "few_most", lambda _: 0)
     monkeypatch.setattr(module.torch.cuda, "get_device_capability", lambda *_: (9, 0))
     return OFFER.load()
 
