@@ -74,6 +74,8 @@ class SinkLinears(nn.Module):
     and the columns of `w2` are in the same order, so that one slab of columns is a rank's share.
     """
 
+    sinks: Tensor  # of each run of columns, on the device: a graph copies nothing from the host
+
     def __init__(self, settings: Settings, prefix: str) -> None:
         super().__init__()
         text = settings.text
@@ -91,7 +93,8 @@ class SinkLinears(nn.Module):
         share = total // settings.tp
         self.run = math.gcd(share, text.expert_width)
         starts = range(settings.rank * share, (settings.rank + 1) * share, self.run)
-        self.sinks = [start // text.expert_width for start in starts]
+        sinks = torch.tensor([start // text.expert_width for start in starts])
+        self.register_buffer("sinks", sinks, persistent=False)
 
     def forward(self, x: Tensor, gammas: Tensor) -> Tensor:
         """x [T, H], gammas [T, S] -> this rank's partial sum [T, H]."""
@@ -99,7 +102,7 @@ class SinkLinears(nn.Module):
         # swiglu weighs rows, so every run of columns becomes rows of its own.
         gate_up = self.w13(x).view(rows, 2, runs, self.run).permute(2, 0, 1, 3)
         gate_up = gate_up.reshape(runs * rows, 2 * self.run)
-        weight = gammas[:, self.sinks].t().reshape(-1)
+        weight = gammas.index_select(1, self.sinks).t().reshape(-1)
         inner = self.ops.swiglu(gate_up, False, weight).view(runs, rows, self.run)
         return self.w2(inner.transpose(0, 1).reshape(rows, runs * self.run))
 

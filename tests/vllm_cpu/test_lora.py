@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inkling_portable.commands.tiny import write_tiny
 from inkling_portable.model import checkpoint as names
 from inkling_portable.model import lora
 from inkling_portable.model.config import parse
+from inkling_portable.model.experts import SinkLinears
 from tests.vllm_cpu.conftest import SOFT_BOUND, Engine, Oracle, dense, prompt, soften_head
 
 Pair = tuple[Tensor, Tensor]
@@ -393,6 +395,17 @@ def test_sinks_of_every_rank(base: Path, ranks: int, naming: str) -> None:
         assert torch.equal(found["w13"][:share], full[f"{SINKS}.w1"][mine])
         assert torch.equal(found["w13"][share:], full[f"{SINKS}.w3"][mine])
         assert torch.equal(found["w2"], full[f"{SINKS}.w2"][:, mine])
+
+
+def test_sinks_of_a_step_take_nothing_from_the_host() -> None:
+    """A CUDA graph copies nothing from the host; without a GPU, asking for a copy is an error."""
+    with FakeTensorMode():
+        x, up, inner = (torch.empty(5, n, device="cuda") for n in (8, 24, 6))
+        sinks: Any = SimpleNamespace(run=6, w13=lambda x: up, w2=lambda x: x)
+        sinks.sinks = torch.empty(2, dtype=torch.int64, device="cuda")
+        sinks.ops = SimpleNamespace(swiglu=lambda gate_up, interleaved, weight: inner.repeat(2, 1))
+        given = SinkLinears.forward(sinks, x, torch.empty(5, 2, device="cuda"))
+        assert given.shape == (5, 12)
 
 
 @pytest.fixture
