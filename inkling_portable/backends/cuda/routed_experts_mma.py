@@ -9,7 +9,6 @@ the Triton kernels, which read the same layout.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from inkling_portable.backends.cuda import routed_experts_wgmma as wgmma
 from inkling_portable.backends.cuda.compiled import kernel
 from inkling_portable.backends.triton import routed_experts as triton
 from inkling_portable.backends.triton._common import (
+    arrivals,
     ceil_div,
     compute_units,
     next_power_of_2,
@@ -176,17 +176,6 @@ def routed_experts(
                                  w2_global, format, act, interleaved)  # fmt: skip
 
 
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """Three zeros for launches of each stream; made before anything is captured."""
-    zeros = torch.zeros(64, 4, dtype=torch.int32, device=device)
-    torch.cuda.current_stream().synchronize()
-    return zeros
-
-
-_streams: dict[int, int] = {}
-
-
 def _stream(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, how: Stream,
             interleaved: bool, out: Tensor) -> None:  # fmt: skip
     """Both products of a few tokens in one launch, or in two where blocks cannot meet."""
@@ -207,8 +196,7 @@ def _stream(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, h
     threads = 32 * (how.warps + 1 + how.bringers)
     counters = None
     if x.device.type == "cuda" and run.resident(threads, shared) >= how.resident:
-        stream = torch.cuda.current_stream().cuda_stream
-        counters = _counters(x.device)[_streams.setdefault(stream, len(_streams)) % 64]
+        counters = arrivals(x.device, "routed_experts")
     for phases in (1, 2) if counters is None else (3,):
         run.launch((how.resident * compute_units(), 1), threads,
                    (x, ids, weights, inner, out, counters, up.codes, up.scale, up.gain, down.codes,

@@ -116,10 +116,10 @@ def options(**chosen: Any) -> dict[str, Any]:
 
 
 @cache
-def _zeros(device: Any) -> Tensor:
+def _zeros(device: Any, owner: str) -> Tensor:
     import torch
 
-    zeros = torch.zeros(64, dtype=torch.int32, device=device)
+    zeros = torch.zeros(64, 4, dtype=torch.int32, device=device)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return zeros
@@ -128,16 +128,16 @@ def _zeros(device: Any) -> Tensor:
 _streams: dict[int, int] = {}
 
 
-def arrivals(device: Any) -> Tensor:
-    """A zero [1] int32 of the current stream, by which a launch's programs count themselves.
+def arrivals(device: Any, owner: str) -> Tensor:
+    """Zeros [4] int32 of the current stream, by which programs of a launch count themselves.
 
-    The last to arrive leaves zero behind. Made before anything is captured.
+    The last to arrive leaves zeros behind. Kernels of different names (`owner`) may overlap, so
+    each has its own. Made before anything is captured.
     """
     import torch
 
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    place = _streams.setdefault(stream, len(_streams)) % 64
-    return _zeros(device)[place : place + 1]
+    return _zeros(device, owner)[_streams.setdefault(stream, len(_streams)) % 64]
 
 
 def next_power_of_2(n: int) -> int:

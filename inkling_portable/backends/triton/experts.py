@@ -97,15 +97,20 @@ def _route_kernel(
     )  # fmt: skip
 
 
+def check_scores(op: str, **tensors: Tensor) -> None:
+    """Raise ValueError naming the first of those that decide between experts and are no float32."""
+    for name, value in tensors.items():
+        if value.dtype != torch.float32:
+            raise ValueError(f"{op}: {name} needs float32, because routing compares close scores; "
+                             f"found {value.dtype}, so keep it in float32")  # fmt: skip
+
+
 def route(
     logits: Tensor, bias: Tensor, global_scale: Tensor, top_k: int, route_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the contract. Raises ValueError for logits, bias or scale that are not float32."""
     check_rows("route", logits=logits, bias=bias)
-    for name, value in (("logits", logits), ("bias", bias), ("global_scale", global_scale)):
-        if value.dtype != torch.float32:
-            raise ValueError(f"route: {name} needs float32, because routing compares close scores; "
-                             f"found {value.dtype}, so keep it in float32")  # fmt: skip
+    check_scores("route", logits=logits, bias=bias, global_scale=global_scale)
     rows, experts = logits.shape[0], bias.shape[0]
     sinks = logits.shape[1] - experts
     if not 0 < top_k <= experts or sinks < 0:

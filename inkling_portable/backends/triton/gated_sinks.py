@@ -23,7 +23,13 @@ from inkling_portable.backends.triton._common import (
     order_is_fixed,
     pdl,
 )
-from inkling_portable.backends.triton.experts import gate_logits, route, route_row, sink_experts
+from inkling_portable.backends.triton.experts import (
+    check_scores,
+    gate_logits,
+    route,
+    route_row,
+    sink_experts,
+)
 from inkling_portable.backends.triton.skinny_linear import (
     gated,
     one_row,
@@ -82,10 +88,7 @@ def gated_sinks(
     (rows, hidden), (sinks, double, _), experts = x.shape, w13.shape, bias.shape[0]
     if not 0 < top_k <= experts:
         raise ValueError(f"gated_sinks: top_k needs 1 to {experts}; found {top_k}")
-    for name, value in (("bias", bias), ("global_scale", global_scale)):
-        if value.dtype != torch.float32:
-            raise ValueError(f"gated_sinks: {name} needs float32, because routing compares close "
-                             f"scores; found {value.dtype}, so keep it in float32")  # fmt: skip
+    check_scores("gated_sinks", bias=bias, global_scale=global_scale)
     if rows != 1 or order_is_fixed():
         logits = gate_logits(x, gate)
         weights, ids, gammas = route(logits, bias, global_scale, top_k, route_scale)
@@ -99,7 +102,8 @@ def gated_sinks(
     gates = ceil_div(experts + sinks, each)
     _gated_kernel[(gates + ceil_div(sinks * double, each),)](
         x, gate, stacked, logits, inner, bias, global_scale, weights, ids, gammas,
-        arrivals(x.device), gate.stride(0), stacked.stride(0), sinks * double, route_scale,
+        arrivals(x.device, "gated_sinks"), gate.stride(0), stacked.stride(0), sinks * double,
+        route_scale,
         H=hidden, E=experts, S=sinks, TOP_K=top_k, EP=next_power_of_2(experts),
         AP=next_power_of_2(top_k + sinks), GATES=gates, EACH=each, BK=block,
         PDL=pdl(), **options(num_warps=warps),
