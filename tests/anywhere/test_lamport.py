@@ -137,6 +137,28 @@ def cases(size: int, kind: str = "grid") -> list[dict[str, Any]]:
     return [found[0], found[-1], found[1], found[-2]]
 
 
+def both(rank: int, size: int, whole: dict[str, Any]) -> list[int]:
+    """How many numbers the two exchanges give unlike: of normed, of summed and of the state."""
+    mine = of_rank(whole, rank, size, dist.group.WORLD.group_name)
+    found = call(workspace(rank, size, whole["residual"].shape[1]), mine)
+    rows = mine["slots"] >= 0
+    pairs = zip(found, run(lamport.portable, OP, mine), strict=True)
+    return [
+        int((a != b).sum() if a.dim() != 2 or not len(a) else (a != b)[rows].sum())
+        for a, b in pairs
+    ]
+
+
+def test_two_ranks_round_as_the_portable_exchange_does(groups: dict[int, Ranks]) -> None:
+    """To the bit: two numbers have one sum, and both round it once, as the contract says.
+
+    Norms are equal here, too, where a row is summed in one order whatever holds it.
+    """
+    for whole in cases(2, "normal"):
+        for extra in (None, whole["partial"].flip(0)):
+            assert groups[2].run(both, whole | {"extra": extra}) == [[0, 0, 0]] * 2
+
+
 def many(
     rank: int, size: int, wholes: list[dict[str, Any]], calls: int, how: dict[str, Any],
     **options: Any,
@@ -270,6 +292,21 @@ def test_steps_beyond_the_memory_are_refused() -> None:
 
 
 # --- vLLM's own exchange -------------------------------------------------------------------------
+
+
+def test_steps_that_no_memory_holds_are_the_portable_exchanges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most, words = lamport.HAND_OVER, torch.empty(0, dtype=torch.int64)
+    monkeypatch.setattr(lamport, "portable", lambda *given: "portable")
+    monkeypatch.setattr(Workspace, "run", lambda self, *given: "own")
+    monkeypatch.setitem(lamport._prepared, "tp", Workspace(words, words, 0, 2, 64))
+    with launching_for(Target.parse("h200")):
+        for rows, who in ((0, "portable"), (1, "own"), (most, "own"), (most + 1, "portable")):
+            given = (torch.empty(rows, 64), *[None] * 8)
+            assert lamport.conv_residual_norm(*given, "tp") == who, rows
+            with pytest.raises(ValueError, match="have prepared none; use provider triton"):
+                lamport.conv_residual_norm(*given, "another")
 
 
 class OneRank:

@@ -1,6 +1,7 @@
 """Two nodes by vLLM's own launcher: the recipe's two commands, run as they stand on one machine.
 
-Each believes to be a machine of its own, so what their ranks exchange goes over sockets.
+Each believes to be a machine of its own, so what their ranks exchange goes over sockets. What both
+have read they find again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def test_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = render("multi_node_tp", str(folder), 1, 2, "127.0.0.1")
     more = ["--dtype", "float32", "--max-model-len", "256", "--block-size", "16",
             "--kv-cache-memory-bytes", str(16 << 20), "--gpu-memory-utilization", "0.05",
-            "--max-num-batched-tokens", "48", "--master-port", str(free_port())]  # fmt: skip
+            "--max-num-batched-tokens", "48", "--master-port", str(free_port()),
+            "--enable-prompt-tokens-details"]  # fmt: skip
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # other tests set it
     first, second = (
         Server(folder, [*line[2:], *more], tmp_path / f"{node}.log",
@@ -34,8 +36,11 @@ def test_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
              "ignore_eos": True, "return_token_ids": True}  # fmt: skip
     with second, first:
         first.wait_until_ready(150, lambda seconds: None)
-        answer = httpx.post(f"{first.url}/v1/completions", json=asked, timeout=60).json()
+        answers = [httpx.post(f"{first.url}/v1/completions", json=asked, timeout=60).json()
+                   for _ in range(2)]  # fmt: skip
     oracle = Oracle(folder)
-    for ids, choice in zip(prompts, answer["choices"], strict=True):
-        oracle.assert_greedy(ids, choice["token_ids"])
+    for answer in answers:
+        for ids, choice in zip(prompts, answer["choices"], strict=True):
+            oracle.assert_greedy(ids, choice["token_ids"])
+    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
     assert "rank=1 local_rank=0" in (tmp_path / "1.log").read_text()

@@ -1,4 +1,7 @@
-"""Two ranks together equal transformers, with experts split by width or spread as wholes."""
+"""Two ranks together equal transformers, with experts split by width or spread as wholes.
+
+What they have read they find again.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,19 @@ from tests.vllm_cpu.test_quantised import make_twin
 
 
 def serve(folder: Path, prompts: list[list[int]], options: dict[str, Any]) -> Any:
-    """Per prompt, what follows it as log-probabilities, and the tokens that did."""
+    """Per prompt, what follows it as log-probabilities, and the tokens that did; the last twice."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(str(folder), dtype="float32", tensor_parallel_size=2, max_model_len=256,
               block_size=16, kv_cache_memory_bytes=64 << 20, gpu_memory_utilization=0.1,
               max_logprobs=-1, max_num_batched_tokens=48, **options)  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=-1)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    asked: Any = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    outputs += llm.generate(asked[-1:], params, use_tqdm=False)
     first = [out.outputs[0].logprobs[0] for out in outputs]
     rows = [[row[i].logprob for i in range(len(row))] for row in first]
-    return rows, [list(out.outputs[0].token_ids) for out in outputs]
+    return rows, [list(out.outputs[0].token_ids) for out in outputs], outputs[-1].num_cached_tokens
 
 
 QUANTISED = {"layers": 4, "towers": False, "mtp_depths": 0}
@@ -49,10 +54,11 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -
     # Each worker gets one core; a machine with one memory node has to be told.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    rows, tokens = nursery.call(serve, tmp_path / "model", prompts, options)
+    rows, tokens, cached = nursery.call(serve, tmp_path / "model", prompts, options)
+    assert cached >= 64  # of 103, in blocks of all groups
     oracle = Oracle(twin)
     answer = oracle.answer(prompts[-1])
-    for ids, row, generated in zip(prompts, rows, tokens, strict=True):
+    for ids, row, generated in zip([*prompts, prompts[-1]], rows, tokens, strict=True):
         n = len(ids)
         answer.check(torch.tensor([row]), slice(n - 1, n), f"{n} tokens on two ranks")
         oracle.assert_greedy(ids, generated)
