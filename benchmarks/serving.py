@@ -168,14 +168,15 @@ class Served:
         else:
             # What `vllm serve` schedules at once there. A given size leaves profiling out.
             more |= {"max_num_batched_tokens": 8192, "kv_cache_memory_bytes": options.cache << 30,
-                     "gpu_memory_utilization": getattr(options, "memory", 0.9)}  # fmt: skip
+                     "gpu_memory_utilization": options.memory}  # fmt: skip
         if getattr(options, "variant", "") == "off-split":
             # It would compile for every number of splits; a kernel's first use does as well.
             more["kernel_config"] = {"enable_jit_warmup": False}
         began = time.monotonic()
         self.llm = LLM(
             str(folder), load_format="dummy", tokenizer_mode="hf", skip_tokenizer_init=True,
-            max_model_len=longest, max_num_seqs=64, enable_prefix_caching=False, seed=0, **more,
+            max_model_len=longest, max_num_seqs=options.seqs, enable_prefix_caching=False, seed=0,
+            **more,
         )  # fmt: skip
         self.start_s = time.monotonic() - began
         self.routers = self.llm.apply_model(serving_rank.draw_routers)[0]
@@ -395,9 +396,15 @@ def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
                     rows[-1]["profile"] = served.profile(1, partial(served.prefill, sizes[0], 0))
                     rows[-1]["profile"]["floors us"] = {}
             else:
-                rates = [served.throughput(*sizes) for _ in range(options.repeats)]
-                rows.append({"case": f"throughput {text(sizes)}", "samples": options.repeats,
-                             "tokens/s": round(statistics.median(rates), 1)})  # fmt: skip
+                rates, before = list[float](), list(rows)
+                while len(rates) < options.repeats:
+                    rates.append(served.throughput(*sizes))
+                    rows[:] = [*before, {
+                        "case": f"throughput {text(sizes)}", "samples": len(rates),
+                        "tokens/s": round(statistics.median(rates), 1),
+                        "lowest": round(min(rates), 1), "highest": round(max(rates), 1),
+                    }]  # fmt: skip
+                    save(found)  # each takes seconds, and a run may be cut
             print(json.dumps(rows[-1]), flush=True)
             save(found)
         found["experts that 64 rows choose"] = served.experts()
@@ -457,6 +464,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--weights", default="nvfp4", choices=("nvfp4", "bf16"))
     # One rank alone keeps the convolutions' inputs of all channels, eight times what it would.
     parser.add_argument("--cache", type=int, default=46, metavar="GIB", help="of keys and values")
+    parser.add_argument("--memory", type=float, default=0.9, metavar="SHARE", help="of the GPU")
+    parser.add_argument("--seqs", type=int, default=64, metavar="N", help="requests at once, most")
     parser.add_argument("--bandwidth", type=float, default=BANDWIDTH["H200"], metavar="B/s")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
     parser.add_argument("--dry-run", action="store_true", help="say what would run")

@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    options.drafts, options.ranks = 0, 2
+    options.drafts, options.ranks, options.seqs = 0, 2, 64
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of this file, sent to workers
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
