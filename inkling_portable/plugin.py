@@ -33,13 +33,19 @@ def register() -> None:
     """Make vLLM serve Inkling with this package. May be called any number of times.
 
     Raises VersionError outside vLLM 0.26 to 0.33: the plugin reaches into interfaces that change
-    between versions, and a wrong guess could be a wrong number.
+    between versions, and a wrong guess could be a wrong number. Raises SelectionError for an
+    INKLING_PORTABLE that is not understood.
     """
-    if os.environ.get("INKLING_PORTABLE", "").strip() == "off":
+    asked = os.environ.get("INKLING_PORTABLE", "").strip()
+    if asked == "off":
         return
     import vllm
 
     check_version(vllm.__version__)
+    if asked:
+        from inkling_portable.registry import parse_overrides
+
+        parse_overrides(None, asked)
     from vllm.model_executor.models import ModelRegistry
 
     for name, code in ARCHITECTURES.items():
@@ -92,11 +98,16 @@ class ServingDefaults:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Apply grammars from the first token on, for ours hold the reasoning too.
+        """Refuse what cannot be honoured; have grammars apply from the first token on.
 
-        vLLM's other way waits until the reasoning has ended, which for Inkling is when an answer
-        has been opened: too late to require a call or a format.
+        Ours hold the reasoning too. vLLM's other way waits until it has ended, which for Inkling is
+        when an answer has been opened: too late to require a call or a format.
         """
+        from inkling_portable.model.hf_configs import describe
+        from inkling_portable.model.unsupported import check
+
+        config = describe(vllm_config.model_config.hf_config)
+        check(vllm_config, config, vllm_config.parallel_config.tensor_parallel_size)
         vllm_config.structured_outputs_config.enable_in_reasoning = True
 
 

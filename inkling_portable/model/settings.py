@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,7 +31,7 @@ from inkling_portable.model.loading import ALONE, Ranks, read_headers
 from inkling_portable.model.quant_layouts import Layout
 from inkling_portable.model.ranks import agreed, gather
 from inkling_portable.model.skinny import check_skinny_request
-from inkling_portable.model.unsupported import check_options
+from inkling_portable.model.unsupported import check
 from inkling_portable.model.weight_format import (
     Quantisation,
     agree,
@@ -40,13 +39,10 @@ from inkling_portable.model.weight_format import (
     rounded_at_start,
 )
 from inkling_portable.registry import (
-    KV_DTYPES,
     MODELS,
-    SETTINGS,
     Facts,
     Resolved,
     SelectionError,
-    parse_overrides,
     resolve,
 )
 from inkling_portable.target import Target
@@ -140,25 +136,11 @@ class Settings:
 def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
     """Read everything that the layers need to know from the engine's config.
 
-    Raises ConfigError for a width that does not split over the ranks, for an option that cannot be
-    honoured, for more drafts than MTP depths or for a number format that is not known, and
+    Raises what `unsupported.check` raises, ConfigError for a number format that is not known, and
     SelectionError for a request that cannot be obeyed.
     """
     tp = get_tensor_model_parallel_world_size()
-    config.text.check_tensor_parallel(tp)
-    check_options(vllm_config)
-    _check_adapters(vllm_config, config.text, tp)
-    _check_drafts(vllm_config, config)
-    _check_cache(vllm_config)
-    extra = vllm_config.additional_config
-    extra = extra if isinstance(extra, Mapping) else {}
-    requests = parse_overrides(extra, os.environ.get("INKLING_PORTABLE"))
-    block = extra.get("inkling_portable") or {}
-    for name in SETTINGS:
-        if not isinstance(block.get(name, False), bool):
-            raise SelectionError(
-                f"--additional-config needs true or false for {name}; found {block[name]!r}"
-            )
+    requests, allow_nonfinite = check(vllm_config, config, tp)
     quantisation = _quantisation(vllm_config)
     known = _stored(vllm_config) if quantisation.layout is not None else frozenset()
     target = Target.detect()
@@ -180,7 +162,7 @@ def settle(vllm_config: VllmConfig, config: InklingConfig) -> Settings:
         tp=tp,
         rank=get_tensor_model_parallel_rank(),
         group=tp_group_name(),
-        allow_nonfinite=block.get("allow_nonfinite", False),
+        allow_nonfinite=allow_nonfinite,
         target=target,
         self_test=outcome,
     )
@@ -207,48 +189,6 @@ def _quantisation(vllm_config: VllmConfig) -> Quantisation:
 def _stored(vllm_config: VllmConfig) -> frozenset[str]:
     folder = checkpoint_folder(vllm_config)
     return frozenset(read_headers(folder).shapes) if folder else frozenset()
-
-
-def _check_drafts(vllm_config: VllmConfig, config: InklingConfig) -> None:
-    """vLLM would take a depth for a second draft; it was trained for one distance only."""
-    spec = vllm_config.speculative_config
-    if spec is None or spec.method != "mtp":
-        return
-    asked, depths = spec.num_speculative_tokens or 0, config.require_mtp().num_depths
-    if asked > depths:
-        raise ConfigError(
-            f"drafting {asked} tokens in a step needs as many MTP depths; the checkpoint has "
-            f"{depths}; set num_speculative_tokens to at most {depths}"
-        )
-
-
-def _check_adapters(vllm_config: VllmConfig, text: TextConfig, tp: int) -> None:
-    """vLLM cuts an adapter's keys and values into as many parts as there are ranks."""
-    heads = min(text.global_kv_heads, text.local_kv_heads)
-    if vllm_config.lora_config is not None and tp > heads:
-        raise ConfigError(
-            f"adapters need no more tensor-parallel ranks than KV heads; found {tp} ranks and "
-            f"{heads} heads; lower --tensor-parallel-size or serve without --enable-lora"
-        )
-
-
-def _check_cache(vllm_config: VllmConfig) -> None:
-    """One type for all keys and values, with scales that are known before the first step."""
-    cache = vllm_config.cache_config
-    if cache.cache_dtype not in KV_DTYPES:
-        raise ConfigError(
-            "Inkling's attention needs keys and values in bfloat16, float16, float32 or fp8 "
-            f"(e4m3); found --kv-cache-dtype {cache.cache_dtype}; use auto or fp8"
-        )
-    if getattr(cache, "kv_cache_dtype_skip_layers", None):
-        raise ConfigError(
-            "Inkling's layers need caches of one type; found --kv-cache-dtype-skip-layers "
-            f"{' '.join(cache.kv_cache_dtype_skip_layers)}; leave it out"
-        )
-    if getattr(cache, "calculate_kv_scales", False):  # goes with the option, after vLLM 0.26
-        raise ConfigError(
-            "Inkling's 8-bit caches have scale 1; found --calculate-kv-scales; leave it out"
-        )
 
 
 def _facts(vllm_config: VllmConfig, text: TextConfig, tp: int, weights: str) -> Facts:

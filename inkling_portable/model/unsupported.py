@@ -1,15 +1,41 @@
 """Options of the engine that this model cannot honour: each is refused at start, none ignored.
 
 vLLM itself would take most of these and go on: with keys that attention never sees, with a step
-taken for a dummy run, with experts that nobody moves.
+taken for a dummy run, with experts that nobody moves. Asked when its config is made, before a
+process of the engine starts, and again when a model is made, with what the engine settled since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from inkling_portable.model.config import ConfigError
+from inkling_portable.model.config import ConfigError, InklingConfig, TextConfig
+from inkling_portable.registry import KV_DTYPES, SETTINGS, SelectionError, parse_overrides
+
+
+def check(vllm_config: Any, config: InklingConfig, tp: int) -> tuple[dict[str, str], bool]:
+    """The providers that are asked for by op, and whether values that are not finite may load.
+
+    Raises ConfigError for a width that does not split over `tp` ranks, for an option that cannot be
+    honoured and for more drafts than MTP depths, and SelectionError for an unreadable request.
+    """
+    config.text.check_tensor_parallel(tp)
+    check_options(vllm_config)
+    _check_adapters(vllm_config, config.text, tp)
+    _check_drafts(vllm_config, config)
+    _check_cache(vllm_config)
+    extra = vllm_config.additional_config
+    extra = extra if isinstance(extra, Mapping) else {}
+    requests = parse_overrides(extra, os.environ.get("INKLING_PORTABLE"))
+    block = extra.get("inkling_portable") or {}
+    for name in SETTINGS:
+        if not isinstance(block.get(name, False), bool):
+            raise SelectionError(
+                f"--additional-config needs true or false for {name}; found {block[name]!r}"
+            )
+    return requests, block.get("allow_nonfinite", False)
 
 
 def check_options(vllm_config: Any) -> None:
@@ -24,7 +50,7 @@ def refusals(vllm_config: Any) -> Iterator[str]:
     model = vllm_config.model_config
     # What a vLLM in range does not have yet, or no longer has, is as if not asked for.
     for name in ("decode", "prefill"):
-        count = getattr(parallel, f"{name}_context_parallel_size", 1)
+        count = getattr(parallel, f"{name}_context_parallel_size", 1) or 1  # None: not settled
         if count > 1:
             yield (
                 "Inkling's attention needs a request's whole cache on its rank; found "
@@ -95,4 +121,46 @@ def refusals(vllm_config: Any) -> Iterator[str]:
         yield (
             "an MTP depth needs the draft of the depth before; found parallel_drafting in "
             "--speculative-config; leave it out"
+        )
+
+
+def _check_drafts(vllm_config: Any, config: InklingConfig) -> None:
+    """vLLM would take a depth for a second draft; it was trained for one distance only."""
+    spec = vllm_config.speculative_config
+    if spec is None or spec.method != "mtp":
+        return
+    asked, depths = spec.num_speculative_tokens or 0, config.require_mtp().num_depths
+    if asked > depths:
+        raise ConfigError(
+            f"drafting {asked} tokens in a step needs as many MTP depths; the checkpoint has "
+            f"{depths}; set num_speculative_tokens to at most {depths}"
+        )
+
+
+def _check_adapters(vllm_config: Any, text: TextConfig, tp: int) -> None:
+    """vLLM cuts an adapter's keys and values into as many parts as there are ranks."""
+    heads = min(text.global_kv_heads, text.local_kv_heads)
+    if vllm_config.lora_config is not None and tp > heads:
+        raise ConfigError(
+            f"adapters need no more tensor-parallel ranks than KV heads; found {tp} ranks and "
+            f"{heads} heads; lower --tensor-parallel-size or serve without --enable-lora"
+        )
+
+
+def _check_cache(vllm_config: Any) -> None:
+    """One type for all keys and values, with scales that are known before the first step."""
+    cache = vllm_config.cache_config
+    if cache.cache_dtype not in KV_DTYPES:
+        raise ConfigError(
+            "Inkling's attention needs keys and values in bfloat16, float16, float32 or fp8 "
+            f"(e4m3); found --kv-cache-dtype {cache.cache_dtype}; use auto or fp8"
+        )
+    if getattr(cache, "kv_cache_dtype_skip_layers", None):
+        raise ConfigError(
+            "Inkling's layers need caches of one type; found --kv-cache-dtype-skip-layers "
+            f"{' '.join(cache.kv_cache_dtype_skip_layers)}; leave it out"
+        )
+    if getattr(cache, "calculate_kv_scales", False):  # goes with the option, after vLLM 0.26
+        raise ConfigError(
+            "Inkling's 8-bit caches have scale 1; found --calculate-kv-scales; leave it out"
         )

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from inkling_portable import plugin
 from inkling_portable.model.config import ConfigError
-from inkling_portable.model.unsupported import check_options, refusals
+from inkling_portable.model.unsupported import check, check_options, refusals
+from inkling_portable.registry import SelectionError
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 
@@ -48,8 +50,25 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
         "found parallel_drafting in --speculative-config; leave it out",
     ),
     "runner": ({"runner": "pooling"}, "found --runner pooling; leave it out"),
+    "cache type": ({"kv_cache_dtype": "fp8_e5m2"}, "found --kv-cache-dtype fp8_e5m2; use auto"),
+    "too many drafts": (
+        {"speculative_config": MTP | {"num_speculative_tokens": 4}},
+        "the checkpoint has 2; set num_speculative_tokens to at most 2",
+    ),
+    "request": (
+        {"additional_config": {"inkling_portable": {"route": "cutlass"}}},
+        "asks for route=cutlass, but route is offered by",
+    ),
+    "setting": (
+        {"additional_config": {"inkling_portable": {"allow_nonfinite": 1}}},
+        "needs true or false for allow_nonfinite; found 1",
+    ),
+    "ranks": ({"tensor_parallel_size": 3}, "parallel size 3 needs num_attention_heads"),
 }
-"""Given on vLLM's command line, and what is said. vLLM accepts each by itself."""
+"""Given on vLLM's command line, and what is said. vLLM accepts most by itself."""
+
+LATE = ("connector",)
+"""What vLLM concludes when all else is known."""
 
 SET: dict[str, tuple[dict[str, Any], tuple[str, str, Any], str]] = {
     "decode contexts": (
@@ -86,11 +105,32 @@ SET: dict[str, tuple[dict[str, Any], tuple[str, str, Any], str]] = {
 """What vLLM takes on other machines only: a field of the config, set afterwards."""
 
 
-@pytest.mark.parametrize("case", ASKED)
-def test_refused(checkpoint: Path, case: str) -> None:
+@pytest.mark.parametrize("case", [case for case in ASKED if case not in LATE])
+def test_refused_before_an_engine_starts(checkpoint: Path, case: str) -> None:
     options, sentence = ASKED[case]
+    with pytest.raises(ValueError, match=sentence):
+        config(checkpoint, **options)
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_refused_when_a_model_is_made(checkpoint: Path, case: str) -> None:
+    options, sentence = ASKED[case]
+    made = config(checkpoint, **options)
     with pytest.raises(ConfigError, match=sentence):
-        check_options(config(checkpoint, **options))
+        check_options(made)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [("garbage", "INKLING_PORTABLE='garbage' is not understood at 'garbage'; write off, "),
+     ("route=cutlass", "INKLING_PORTABLE asks for route=cutlass, but route is offered by ")],
+)  # fmt: skip
+def test_a_request_is_read_when_the_plugin_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, asked: str, sentence: str
+) -> None:
+    monkeypatch.setenv("INKLING_PORTABLE", asked)
+    with pytest.raises(SelectionError, match=sentence):
+        plugin.register()
 
 
 @pytest.mark.parametrize("case", SET)
@@ -123,7 +163,7 @@ def test_accepted(checkpoint: Path, options: dict[str, Any]) -> None:
 def test_the_model_asks(checkpoint: Path) -> None:
     from inkling_portable.model import settings
 
-    assert settings.check_options is check_options
+    assert settings.check is check
 
 
 def test_parameters_without_memory() -> None:
