@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ci import many_gpus
+from inkling_portable.commands._options import OptionError
 from inkling_portable.recipes import STRATEGIES, main, render
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "many-gpus.md"
@@ -67,6 +68,24 @@ def test_vllm_understands(strategy: str) -> None:
         assert len(set(ports)) == 2
         roles = [parsed(line).kv_transfer_config.kv_role for line in lines]
         assert roles == ["kv_producer", "kv_consumer"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_any_size(ranks: int) -> None:
+    """On one node and on every number of them; what has no such size is refused in a sentence."""
+    for strategy in ("single_node_tp", "single_node_tep", "pd_cluster"):
+        for line in render(strategy, "m", ranks, 2, "h"):
+            assert parsed(line).tensor_parallel_size == ranks
+    for nodes in (n for n in (1, 2, 4, 8, 16) if n <= ranks):
+        for strategy, tp, dp in (("multi_node_tp", ranks, 1), ("multi_node_tep", ranks, 1),
+                                 ("multi_node_tp_dp", ranks // nodes, nodes),
+                                 ("multi_node_dep", 1, ranks)):  # fmt: skip
+            lines = [parsed(line) for line in render(strategy, "m", ranks // nodes, nodes, "h")]
+            assert len(lines) == nodes
+            sizes = {(line.tensor_parallel_size, line.data_parallel_size) for line in lines}
+            assert sizes == {(tp, dp)}, strategy
+    with pytest.raises(OptionError, match=f"--gpus and --nodes give {ranks + 16}; see --help"):
+        main(["single_node_tp", "--gpus", str(ranks + 16)])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
