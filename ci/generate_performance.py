@@ -320,14 +320,18 @@ def drafts_table(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> list
         return []
     shown = {who: title for who, title in titles(found).items()
              if who[0] == "off" or any((*who, *key[2:]) in found for key in keys)}  # fmt: skip
-    lines = ["", "Steps with MTP drafts, in milliseconds; a step's tokens depend on the model.", "",
-             f"| case | drafts | floor | {' | '.join(shown.values())} |",
-             "|---" * (3 + len(shown)) + "|"]  # fmt: skip
+    lines = ["", "Steps with MTP drafts, in milliseconds; a step's tokens depend on the model: "
+             "none of its drafts may come true, or all.", "",
+             f"| case | drafts | floor | {' | '.join(shown.values())} | tokens a second of ours |",
+             "|---" * (4 + len(shown)) + "|"]  # fmt: skip
     for drafts, case in sorted({(key[2], key[3]) for key in keys}):
         rows = [found.get((*who, drafts, case)) for who in shown]
         floor = next(row["floor ms"] for row in rows if row)
         times = [f"{row['ms']}" if row else "not run" for row in rows]
-        lines.append(f"| {case} | {drafts} | {floor} | {' | '.join(times)} |")
+        ours = found.get(("plugin", "", drafts, case))
+        least = 1e3 * int(case.split()[1]) / ours["ms"] if ours else 0.0
+        rates = f"{least:,.0f} to {(1 + drafts) * least:,.0f}" if ours else ""
+        lines.append(f"| {case} | {drafts} | {floor} | {' | '.join(times)} | {rates} |")
     return lines
 
 
