@@ -15,9 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_portable.backends.cuda.compiled import Launch, kernel
-from inkling_portable.backends.triton._common import ceil_div, compute_units
+from inkling_portable.backends.triton._common import ceil_div, compute_units, next_power_of_2
 from inkling_portable.backends.triton.routed_experts import BLOCKS, Matrix
-from inkling_portable.backends.triton.routed_experts_sort import make_plan, most_tiles
+from inkling_portable.backends.triton.routed_experts_sort import (
+    _count_kernel,
+    make_plan,
+    most_tiles,
+)
 
 SOURCE = Path(__file__).with_name("routed_experts_wgmma.cu")
 CHUNK = 128  # columns of a step
@@ -75,14 +79,21 @@ def tiles(load: float, up: bool) -> Tiles:
     return Tiles(4, 112, 16, 64 if load <= 112 else 16, 4)
 
 
-@triton.jit
-def arrange_kernel(x, out, x_stride, width, BLOCK: tl.constexpr):
-    """Of each 128 columns, 32 q + 8 i + 4 e + c goes to 32 i + 8 c + 2 q + e."""
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(x + row * x_stride + column, mask=column < width, other=0.0)
-    values = tl.permute(tl.reshape(values, (BLOCK // 128, 4, 4, 2, 4)), (0, 2, 4, 1, 3))
-    tl.store(out + row * width + column, tl.reshape(values, (BLOCK,)), mask=column < width)
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def arrange_kernel(x, out, x_stride, width, ids, plan, pairs, experts, tiles, E: tl.constexpr,
+                   BM: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Of each 128 columns, 32 q + 8 i + 4 e + c goes to 32 i + 8 c + 2 q + e.
+
+    The first program counts pairs instead, for which the others leave it about the time it takes.
+    """
+    row = tl.program_id(1).to(tl.int64) - 1
+    if row >= 0:
+        column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(x + row * x_stride + column, mask=column < width, other=0.0)
+        values = tl.permute(tl.reshape(values, (BLOCK // 128, 4, 4, 2, 4)), (0, 2, 4, 1, 3))
+        tl.store(out + row * width + column, tl.reshape(values, (BLOCK,)), mask=column < width)
+    elif tl.program_id(0) == 0:
+        _count_kernel(ids, plan, pairs, experts, tiles, E, BM, COUNT)
 
 
 def takes(ids: Tensor, up: Matrix, down: Matrix) -> bool:
@@ -108,7 +119,14 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inter
     (tokens, width), top_k = x.shape, ids.shape[1]
     pairs, experts = ids.numel(), up.codes.shape[0]
     load = pairs / experts
-    plan, count = make_plan(ids, experts, tiles(load, True).tokens)
+
+    def arrange(ids: Tensor, plan: Tensor, pairs: int, experts: int, tiles: int, tall: int) -> None:
+        arrange_kernel[(ceil_div(width, 2048), tokens + 1)](
+            x, out, x.stride(0), width, ids, plan, pairs, experts, tiles,
+            E=next_power_of_2(experts), BM=tall, COUNT=4096, BLOCK=2048, num_warps=4,
+        )  # fmt: skip
+
+    plan, count = make_plan(ids, experts, tiles(load, True).tokens, arrange)
 
     def product(m: Matrix, source: Tensor, target: Tensor, first: int, last: int,
                 is_up: bool) -> Launch:  # fmt: skip
@@ -128,8 +146,6 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inter
              source.stride(0), w_expert, s_expert, g_expert, g_row, target.stride(0)),
             6, first > 0, shared)  # fmt: skip
 
-    arrange_kernel[(ceil_div(width, 1024), tokens)](x, out, x.stride(0), width, BLOCK=1024,
-                                                    num_warps=4)  # fmt: skip
     inner = torch.empty(pairs, down.inner, dtype=x.dtype, device=x.device)
     product(up, out, inner, 0, up.rows, True)()
     # Equal shares of columns, whole slabs each.

@@ -8,6 +8,8 @@ no result depends on it, since a tile computes its rows independently.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -60,14 +62,22 @@ def most_tiles(pairs: int, experts: int, tall: int) -> int:
     return min(pairs, pairs // tall + experts)
 
 
-def make_plan(ids: Tensor, experts: int, tall: int) -> tuple[Tensor, int]:
-    """ids [T, k] int32 -> (plan, tiles). Ids outside 0 .. experts - 1 are left out."""
-    pairs = ids.numel()
-    tiles = most_tiles(pairs, experts, tall)
-    plan = torch.empty(3 * experts + tiles * (1 + tall), dtype=torch.int32, device=ids.device)
+def count(ids: Tensor, plan: Tensor, pairs: int, experts: int, tiles: int, tall: int) -> None:
+    """Everything of a plan but its pairs."""
     block = 8192 if target().vendor == "cpu" else 1024
     _count_kernel[(1,)](ids, plan, pairs, experts, tiles, E=next_power_of_2(experts), BM=tall,
                         BLOCK=block, num_warps=8)  # fmt: skip
+
+
+def make_plan(ids: Tensor, experts: int, tall: int, count: Callable[..., None] = count
+              ) -> tuple[Tensor, int]:  # fmt: skip
+    """ids [T, k] int32 -> (plan, tiles). Ids outside 0 .. experts - 1 are left out.
+
+    `count` may do other work beside."""
+    pairs = ids.numel()
+    tiles = most_tiles(pairs, experts, tall)
+    plan = torch.empty(3 * experts + tiles * (1 + tall), dtype=torch.int32, device=ids.device)
+    count(ids, plan, pairs, experts, tiles, tall)
     _place_kernel[(ceil_div(pairs, 256),)](ids, plan, pairs, experts, tiles, BM=tall, BLOCK=256,
                                            num_warps=4)  # fmt: skip
     return plan, tiles
