@@ -73,7 +73,7 @@ OPS = (
     ("sinks and dense activation", r"_swiglu_kernel|swiglu|sink|_gated_kernel"),
     ("norms and embedding", r"_norm_kernel|_embed_norm|_halves|rms_?norm|index_select|embedding"),
     ("linear layers", r"nvjet|gemm|gemv|cublas|cutlass|splitK|_row_kernel|_tile_kernel|_sum_kernel|"
-                      r"addmm|::mm|linear"),
+                      r"addmm|::mm|matmul|linear"),
     ("sampling", r"argmax|sampl|softmax|gumbel|logit"),
     ("inputs and metadata", r"memcpy|memset|copy|fill|arange|cumsum|slot|block_table|elementwise|"
                             r"index|prepare|gather|scatter|cat|reduce|_post_update|apply_write"),
