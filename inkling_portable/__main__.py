@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import signal
 import sys
 
 from inkling_portable import __version__, commands
@@ -28,6 +29,8 @@ def available() -> dict[str, str]:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status (2 for a request that cannot be understood)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # ends as Ctrl-C does, and with it the servers that a command has started
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     known = available()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print("usage: inkling-portable COMMAND [options]; COMMAND --help explains its options\n")

@@ -18,8 +18,11 @@ from inkling_portable.registry import SelectionError
 ONCE = ("attention", "dense MLP", "shared experts", "convolutions, gates, norms", "unembedding")
 
 
-def step_bytes(config: InklingConfig, weights: str, tp: int, context: int, drafts: int) -> float:
-    """Bytes that a rank reads in one step of one request with `context` tokens and its drafts."""
+def step_bytes(
+    config: InklingConfig, weights: str, tp: int, context: int, drafts: int, cell: float = BF16
+) -> float:
+    """Bytes that a rank reads in one step of one request with `context` tokens and its drafts;
+    a number in the cache takes `cell`."""
     text = config.text
     parts = weights_per_gpu(config, weights, tp, drafts)
     # Each of the rows chooses top_k of the experts, here independently of the others.
@@ -34,7 +37,7 @@ def step_bytes(config: InklingConfig, weights: str, tp: int, context: int, draft
         for local, sizes in layers
     )  # fmt: skip
     head = drafts * parts["unembedding"] + parts.get("draft depths", 0)
-    return sum(parts[name] for name in ONCE) + used * parts["routed experts"] + head + BF16 * cells
+    return sum(parts[name] for name in ONCE) + used * parts["routed experts"] + head + cell * cells
 
 
 def table(acceptance: Sequence[float], costs: Sequence[float], unit: str) -> list[str]:
@@ -49,6 +52,9 @@ def table(acceptance: Sequence[float], costs: Sequence[float], unit: str) -> lis
             "acceptance by position needs shares from 1 down to 0, none above the one before, as "
             f"vLLM logs them; found {', '.join(map(str, acceptance)) or 'none'}"
         )
+    if len(costs) < 2:
+        raise SelectionError(f"a {unit} is needed without drafts and with 1 at least; found "
+                             f"{', '.join(map(str, costs))}")  # fmt: skip
     if not all(0 < cost < math.inf for cost in costs):
         raise SelectionError(f"a {unit} needs to be above 0; found {', '.join(map(str, costs))}")
     tokens = [1 + sum(acceptance[:k]) for k in range(min(len(bounds), len(costs)))]

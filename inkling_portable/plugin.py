@@ -164,8 +164,16 @@ def _register_quantisation() -> None:
         def override_quantization_method(
             cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
         ) -> Any:
-            inkling = str(getattr(hf_config, "model_type", "")).startswith("inkling")
-            return OWN_QUANTISATION if inkling else None
+            if not str(getattr(hf_config, "model_type", "")).startswith("inkling"):
+                return None
+            stored = str(hf_quant_cfg.get("quant_method", ""))
+            # modelopt_fp4 is one of vLLM's names for what ModelOpt calls modelopt.
+            if user_quant not in (None, OWN_QUANTISATION) and not user_quant.startswith(stored):
+                raise ValueError(
+                    f"the checkpoint's experts are stored by {stored}; found --quantization "
+                    f"{user_quant}; leave it out"
+                )
+            return OWN_QUANTISATION
 
         @classmethod
         def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:

@@ -432,13 +432,14 @@ def _choose_one(
         )
         accepted = [d.provider for d in decisions if d.verdict in ("later", "only if asked")
                     and d.offer.refusal(target, facts) is None]  # fmt: skip
-        request = f"op {name}"
+        request = f"no kernel of {name} can serve"
         if want or family:
             request = f"{name}={want}" if want else f"--moe-backend {facts.moe_backend}"
-        raise SelectionError(
-            f"{request} cannot be obeyed on {target.key} ({refusals or 'no such row'}); "
-            f"accepted would be {', '.join(dict.fromkeys(accepted)) or 'nothing'}"
-        )
+            request += " cannot be obeyed"
+        nearest = f"accepted would be {', '.join(dict.fromkeys(accepted)) or 'nothing'}"
+        if facts.batch_invariant and not accepted:
+            nearest = "leave batch invariance (VLLM_BATCH_INVARIANT) out"
+        raise SelectionError(f"{request} on {target.key} ({refusals or 'no such row'}); {nearest}")
     return decisions
 
 

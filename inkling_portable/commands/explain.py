@@ -129,8 +129,10 @@ def drafts_that_pay(options: argparse.Namespace) -> list[str]:
     if options.json:
         raise SelectionError("--acceptance prints a table for people; leave --json out")
     try:
-        lists = [(text or "").split(",") for text in (options.acceptance, options.step_ms)]
-        acceptance, measured = ([float(part) for part in parts if part] for parts in lists)
+        acceptance, measured = (
+            [float(part) for part in text.split(",")] if text else []
+            for text in (options.acceptance, options.step_ms)
+        )
     except ValueError as error:
         raise SelectionError(f"--acceptance and --step-ms need numbers; {error}") from error
     config = parse(released(RELEASED[options.model]))
@@ -140,7 +142,8 @@ def drafts_that_pay(options: argparse.Namespace) -> list[str]:
                              f"the model makes; found {len(acceptance)}")  # fmt: skip
     if measured:
         return draft_costs.table(acceptance, measured, "step, ms")
-    costs = [draft_costs.step_bytes(*machine, options.context, k) for k in range(1 + depths)]
+    cell = {"fp8": 1, "fp8_e4m3": 1, "float32": 4}.get(options.kv_cache_dtype, 2)
+    costs = [draft_costs.step_bytes(*machine, options.context, k, cell) for k in range(1 + depths)]
     return draft_costs.table(acceptance, [cost / 1e9 for cost in costs], "step, GB")
 
 

@@ -9,6 +9,22 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+ALIKE: dict[str, Any] = {
+    "use_gate_bias": True,
+    "use_global_scale": True,
+    "norm_after_topk": True,
+    "gate_activation": "sigmoid",
+    "inference_moe_w13_interleaved": True,
+    "use_embed_norm": True,
+    "use_sconv": True,
+    "sconv_kernel_size": 4,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "q_bias": False,
+    "o_bias": False,
+}
+"""What no Inkling has otherwise."""
+
 _TEXT: dict[str, Any] = {
     "model_type": "inkling_model",
     "head_dim": 128,
@@ -23,18 +39,7 @@ _TEXT: dict[str, Any] = {
     "n_shared_experts": 2,
     "shared_expert_sink": True,
     "route_scale": 8.0,
-    "use_gate_bias": True,
-    "use_global_scale": True,
-    "norm_after_topk": True,
-    "gate_activation": "sigmoid",
-    "inference_moe_w13_interleaved": True,
-    "use_embed_norm": True,
-    "use_sconv": True,
-    "sconv_kernel_size": 4,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "q_bias": False,
-    "o_bias": False,
+    **ALIKE,
     "vocab_size": 201024,
     "unpadded_vocab_size": 200058,
     "final_logit_softcapping": None,

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from inkling_portable.commands.released_configs import ALIKE
+
 PRESETS = ("text", "omni", "small-like", "large-like")
 
 SPECIAL_TOKENS = {
@@ -161,18 +163,7 @@ def config(
         "local_layer_ids": [i for i in range(layers) if i % base.period != base.global_at],
         "n_shared_experts": 2,
         "shared_expert_sink": True,
-        "use_gate_bias": True,
-        "use_global_scale": True,
-        "norm_after_topk": True,
-        "gate_activation": "sigmoid",
-        "inference_moe_w13_interleaved": True,
-        "use_embed_norm": True,
-        "use_sconv": True,
-        "sconv_kernel_size": 4,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "q_bias": False,
-        "o_bias": False,
+        **ALIKE,
         "vocab_size": (vocab // PAD_MULTIPLE + 1) * PAD_MULTIPLE,
         "unpadded_vocab_size": vocab,
         "final_logit_softcapping": None,

@@ -51,6 +51,7 @@ GLOBAL_EVERY = 6
 MODEL_TYPES = frozenset({"inkling_mm_model", "inkling_model", "inkling_text", "inkling_mtp"})
 LAYER_KINDS = {"hybrid_sliding": True, "hybrid": False}
 MLP_KINDS = {"dense": True, "sparse": False}
+ONLY = "no implementation of Inkling supports anything else"
 
 
 @dataclass(frozen=True)
@@ -455,14 +456,9 @@ def _dense_layers(block: Block, layers: int, known: Collection[int] | None) -> t
 
 def _vision(top: Block, text: TextConfig) -> VisionConfig | None:
     block = top.block("vision_config")
-    width, is_hf = _tower_width(block, text)
+    width, is_hf = _tower_width(block, text, vision_encoder_type="hmlp", use_vision_norm=True)
     if width is None:
         return None
-    only = "no implementation of Inkling supports anything else"
-    for name, value in (("vision_encoder_type", "hmlp"), ("use_vision_norm", True)):
-        if not is_hf:
-            block.require(name)
-        block.refuse(name, (value,), only)
     names = ("n_layers", "num_hidden_layers") if is_hf else ("n_layers",)
     channels = ("num_channels", "n_channels") if is_hf else ("n_channels",)
     config = VisionConfig(
@@ -482,15 +478,10 @@ def _vision(top: Block, text: TextConfig) -> VisionConfig | None:
 
 def _audio(top: Block, text: TextConfig) -> AudioConfig | None:
     block = top.block("audio_config")
-    width, is_hf = _tower_width(block, text)
+    width, is_hf = _tower_width(block, text, audio_mode="dmel", use_audio_norm=True)
     if width is None:
         return None
-    only = "no implementation of Inkling supports anything else"
-    for name, value in (("audio_mode", "dmel"), ("use_audio_norm", True)):
-        if not is_hf:
-            block.require(name)
-        block.refuse(name, (value,), only)
-    block.refuse("bias", (False,), only)
+    block.refuse("bias", (False,), ONLY)
     low, high = block.optional_number("dmel_min_value"), block.optional_number("dmel_max_value")
     if not is_hf:
         block.require("dmel_min_value")
@@ -507,8 +498,11 @@ def _audio(top: Block, text: TextConfig) -> AudioConfig | None:
     )
 
 
-def _tower_width(block: Block, text: TextConfig) -> tuple[int | None, bool]:
-    """Output width (None = tower disabled) and whether the block is in the HF dialect."""
+def _tower_width(block: Block, text: TextConfig, **known: Any) -> tuple[int | None, bool]:
+    """Output width (None = tower disabled) and whether the block is in the HF dialect.
+
+    A field in `known` has that value, or is left out, which only HF's dialect may.
+    """
     is_hf = block.has("text_hidden_size")
     if block.has("decoder_dmodel") and block.get("decoder_dmodel") is None:
         return None, is_hf
@@ -517,6 +511,10 @@ def _tower_width(block: Block, text: TextConfig) -> tuple[int | None, bool]:
     for name in ("decoder_dmodel", "text_hidden_size"):
         if block.has(name) and block.whole(name) != text.hidden_size:
             block.fail(name, block.get(name), f"it must equal hidden_size, {text.hidden_size}")
+    for name, value in known.items():
+        if not is_hf:
+            block.require(name)
+        block.refuse(name, (value,), ONLY)
     return text.hidden_size, is_hf
 
 

@@ -217,7 +217,7 @@ def _facts(vllm_config: VllmConfig, text: TextConfig, tp: int, weights: str) -> 
         pp=vllm_config.parallel_config.pipeline_parallel_size,
         lora=vllm_config.lora_config is not None,
         kv_dtype=str(vllm_config.cache_config.cache_dtype),
-        batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT") == "1",
+        batch_invariant=bool(int(os.environ.get("VLLM_BATCH_INVARIANT") or 0)),
         moe_backend=str(getattr(kernel, "moe_backend", None) or "auto"),
         rocm_aiter=os.environ.get("VLLM_ROCM_USE_AITER", "1") not in ("0", "false", "False"),
         gfx950_gluon=os.environ.get("INKLING_GFX950_GLUON", "1") == "1",

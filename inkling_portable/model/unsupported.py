@@ -25,7 +25,6 @@ def check(vllm_config: Any, config: InklingConfig, tp: int) -> tuple[dict[str, s
     check_options(vllm_config)
     _check_adapters(vllm_config, config.text, tp)
     _check_drafts(vllm_config, config)
-    _check_cache(vllm_config)
     extra = vllm_config.additional_config
     extra = extra if isinstance(extra, Mapping) else {}
     requests = parse_overrides(extra, os.environ.get("INKLING_PORTABLE"))
@@ -81,6 +80,11 @@ def refusals(vllm_config: Any) -> Iterator[str]:
             "--cpu-offload-gb or --offload-group-size; use more ranks or narrower weights, see "
             "`inkling-portable fit`"
         )
+    if getattr(model, "disable_sliding_window", False):
+        yield (
+            "Inkling's local layers were trained with a window; found --disable-sliding-window; "
+            "leave it out"
+        )
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
     if backend is not None:
         yield (
@@ -102,6 +106,27 @@ def refusals(vllm_config: Any) -> Iterator[str]:
         yield (
             "the engine's kernels for adapters take rows of 16 bits; found --enable-lora with "
             "float32; set --dtype bfloat16"
+        )
+    cache = vllm_config.cache_config
+    if cache.cache_dtype not in KV_DTYPES:
+        yield (
+            "Inkling's attention needs keys and values in bfloat16, float16, float32 or fp8 "
+            f"(e4m3); found --kv-cache-dtype {cache.cache_dtype}; use auto or fp8"
+        )
+    if getattr(cache, "kv_cache_dtype_skip_layers", None):
+        yield (
+            "Inkling's layers need caches of one type; found --kv-cache-dtype-skip-layers "
+            f"{' '.join(cache.kv_cache_dtype_skip_layers)}; leave it out"
+        )
+    if getattr(cache, "calculate_kv_scales", False):  # goes with the option, after vLLM 0.26
+        yield "Inkling's 8-bit caches have scale 1; found --calculate-kv-scales; leave it out"
+    stages, layers = parallel.pipeline_parallel_size, model.hf_text_config.num_hidden_layers
+    split = os.environ.get("VLLM_PP_LAYER_PARTITION", "").replace(" ", "")
+    if stages > layers or "0" in split.split(","):
+        yield (
+            f"each pipeline stage needs a layer; found --pipeline-parallel-size {stages}"
+            f"{f' with VLLM_PP_LAYER_PARTITION={split}' * bool(split)} and {layers} layers; use "
+            f"at most {layers} stages, each with one or more"
         )
     if drafts is None or drafts.method != "mtp":
         return
@@ -144,23 +169,4 @@ def _check_adapters(vllm_config: Any, text: TextConfig, tp: int) -> None:
         raise ConfigError(
             f"adapters need no more tensor-parallel ranks than KV heads; found {tp} ranks and "
             f"{heads} heads; lower --tensor-parallel-size or serve without --enable-lora"
-        )
-
-
-def _check_cache(vllm_config: Any) -> None:
-    """One type for all keys and values, with scales that are known before the first step."""
-    cache = vllm_config.cache_config
-    if cache.cache_dtype not in KV_DTYPES:
-        raise ConfigError(
-            "Inkling's attention needs keys and values in bfloat16, float16, float32 or fp8 "
-            f"(e4m3); found --kv-cache-dtype {cache.cache_dtype}; use auto or fp8"
-        )
-    if getattr(cache, "kv_cache_dtype_skip_layers", None):
-        raise ConfigError(
-            "Inkling's layers need caches of one type; found --kv-cache-dtype-skip-layers "
-            f"{' '.join(cache.kv_cache_dtype_skip_layers)}; leave it out"
-        )
-    if getattr(cache, "calculate_kv_scales", False):  # goes with the option, after vLLM 0.26
-        raise ConfigError(
-            "Inkling's 8-bit caches have scale 1; found --calculate-kv-scales; leave it out"
         )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import sys
 
 import pytest
 
@@ -38,4 +41,21 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
     monkeypatch.setattr(importlib.import_module("inkling_portable.commands.verify"), "main", run)
     assert main(["verify"]) == 130
+    assert capsys.readouterr().err == "inkling-portable verify: interrupted\n"
+
+
+def test_ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGTERM, which by default would leave servers behind, ends a command as Ctrl-C does."""
+
+    def run(argv: list[str]) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr(importlib.import_module("inkling_portable.commands.verify"), "main", run)
+    monkeypatch.setattr(sys, "argv", ["inkling-portable", "verify"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main() == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == "inkling-portable verify: interrupted\n"

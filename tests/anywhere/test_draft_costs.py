@@ -44,6 +44,8 @@ def test_impossible_shares(acceptance: list[float]) -> None:
         (["--acceptance", "0.5", "--step-ms", "0,0"], "needs to be above 0; found 0.0, 0.0"),
         (["--acceptance", "0.5", "--step-ms", "4,nan"], "above 0"),
         (["--acceptance", "0.5", "--step-ms=-4,5"], "above 0"),
+        (["--acceptance", "0.5", "--step-ms", "4"], "without drafts and with 1 at least; found 4"),
+        (["--acceptance", "0.8,,0.5"], "need numbers"),
         (["--acceptance", "0.5", "--context", "0"], "needs to be 1 or more"),
         (["--acceptance", ",".join(["0.5"] * 9)], "at most 8 shares, one for each draft"),
         (["--acceptance", "0.5", "--json"], "leave --json out"),
@@ -82,6 +84,8 @@ def test_bytes_of_a_step() -> None:
     more = step_bytes(config, "bf16", 8, 8193, 0) - at[0]
     globals_ = sum(not text.layer_is_local(i) for i in range(text.num_layers))
     assert more == globals_ * 2 * 2 * text.global_head_dim * max(1, text.global_kv_heads // 8)
+    short, long = (step_bytes(config, "bf16", 8, context, 0, cell=1) for context in (8192, 8193))
+    assert long - short == more / 2
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,5 +93,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main([*given, "0.8,0.65,0.5,0.4,0.3,0.2,0.1,0.1"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 1 + 9 + 1 and sum("best" in line for line in shown) == 1
+    assert explain.main([*given, "0.8", "--context", "1048576", "--kv-cache-dtype", "fp8"]) == 0
+    small = float(capsys.readouterr().out.splitlines()[1].split()[2])
+    assert explain.main([*given, "0.8", "--context", "1048576"]) == 0
+    assert float(capsys.readouterr().out.splitlines()[1].split()[2]) > small + 1
     assert explain.main([*given, "0.8", "--step-ms", "4,x"]) == 2
     assert "need numbers" in capsys.readouterr().err

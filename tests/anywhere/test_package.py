@@ -41,8 +41,8 @@ def test_line_budget() -> None:
     6,200 for commands and chat, of which the questions of `eval`, their words, pictures and sounds
     are 1,000, `bench serve` 350, and chat's own renderer, parsers and grammars 1,400;
     what is wrong with options before anything is started 60, formats that none can have 25.
-    3,395 for what is left: the conversion of checkpoints, 1,200 of them, came after a first figure
-    of 2,500, which AMD code was executed is 110, what drafts cost is 60 and
+    3,415 for what is left: the conversion of checkpoints, 1,200 of them, came after a first figure
+    of 2,500, which AMD code was executed is 110, what drafts cost is 70 and
     the recipe's strategies are 70.
     """
     apart = sources(*APART)
@@ -50,8 +50,8 @@ def test_line_budget() -> None:
     rest = [path for path in sources() if path not in apart and path not in core]
     assert len(core) > 30 and len(rest) > 5, "the budget was measured over the wrong folder"
     assert line_count(core) <= 15_990
-    assert line_count(apart) <= 6_210
-    assert line_count(rest) <= 3_395
+    assert line_count(apart) <= 6_216
+    assert line_count(rest) <= 3_415
     assert {p.name: n for p in sources() if (n := line_count([p])) > 700} == {}
 
 

@@ -5,7 +5,9 @@ vLLM's own config is made for each, as its command line makes it, and no engine 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from inkling_portable.model.unsupported import check, check_options, refusals
 from inkling_portable.registry import SelectionError
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
+INKLING = SimpleNamespace(model_type="inkling_text")
 
 
 def config(folder: Path, **options: Any) -> Any:
@@ -50,6 +53,11 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
         "found parallel_drafting in --speculative-config; leave it out",
     ),
     "runner": ({"runner": "pooling"}, "found --runner pooling; leave it out"),
+    "window": ({"disable_sliding_window": True}, "found --disable-sliding-window; leave it out"),
+    "stages": (
+        {"pipeline_parallel_size": 5},
+        "stage needs a layer; found --pipeline-parallel-size 5 and 4 layers; use at most 4 stages",
+    ),
     "cache type": ({"kv_cache_dtype": "fp8_e5m2"}, "found --kv-cache-dtype fp8_e5m2; use auto"),
     "too many drafts": (
         {"speculative_config": MTP | {"num_speculative_tokens": 4}},
@@ -131,6 +139,23 @@ def test_a_request_is_read_when_the_plugin_is_loaded(
     monkeypatch.setenv("INKLING_PORTABLE", asked)
     with pytest.raises(SelectionError, match=sentence):
         plugin.register()
+
+
+def test_a_stage_without_layers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "0, 4")
+    with pytest.raises(ValueError, match="size 2 with VLLM_PP_LAYER_PARTITION=0,4 and 4 layers"):
+        config(checkpoint, pipeline_parallel_size=2)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,3")
+    config(checkpoint, pipeline_parallel_size=2)
+
+
+def test_another_quantisation_than_that_of_the_checkpoint() -> None:
+    """On a CPU, where vLLM's classes are not asked, whose mismatch would stop it elsewhere."""
+    block, ours = {"quant_method": "modelopt"}, plugin.own_quantisation()
+    asked = partial(ours.override_quantization_method, block, hf_config=INKLING)
+    assert asked(None) == asked("modelopt_fp4") == asked(ours.get_name()) == ours.get_name()
+    with pytest.raises(ValueError, match="stored by modelopt; found --quantization awq; leave it"):
+        asked("awq")
 
 
 @pytest.mark.parametrize("case", SET)

@@ -59,21 +59,10 @@ LEAST_WORK, LEAST_LOCAL_WORK, LEAST_KEYS = 16384, 65536, 8192
 
 
 def serves(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rel: Tensor,
-    pages: Tensor,
-    q_starts: Tensor,
-    kv_lens: Tensor,
-    max_q: int,
-    max_kv: int,
-    window: int,
-    scale: float,
-    out: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> bool:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rel: Tensor, pages: Tensor, q_starts: Tensor,
+    kv_lens: Tensor, max_q: int, max_kv: int, window: int, scale: float, out: Tensor,
+    k_scale: float = 1.0, v_scale: float = 1.0,
+) -> bool:  # fmt: skip
     """Whether this file's kernel serves a call and pays: host integers only."""
     work = min(max_q, q.shape[0]) * q.shape[1]
     pays = work >= LEAST_LOCAL_WORK if window else work >= LEAST_WORK and max_kv >= LEAST_KEYS
