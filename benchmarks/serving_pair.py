@@ -48,7 +48,10 @@ def take(worker: Any, provider: str) -> str | None:
             return refusal
         ops.conv_residual_norm = row.load()
     if torch.cuda.is_available():
-        worker.model_runner.cudagraph_manager.release_graphs()
+        manager = worker.model_runner.cudagraph_manager
+        # As long as any graph uses the pool of memory, PyTorch lets others share it.
+        worker.earlier = [*getattr(worker, "earlier", ()), *manager.graphs.values()]
+        manager.release_graphs()
         worker.model_runner.capture_model()
     return None
 

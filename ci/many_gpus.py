@@ -73,14 +73,16 @@ def measured_table() -> str:
 def step_table() -> str:
     """Rows of Markdown: a decode step of two ranks, milliseconds with each exchange."""
     times = {
-        (row["batch"], row["context"], found["exchange"]): row["us"] / 1e3
+        (found["layers"], found["shape"], row["batch"], row["context"], found["exchange"]): row
         for found in json.loads(STEPS.read_text())["results"] for row in found["rows"]
     }  # fmt: skip
-    lines = ["| requests x context | lamport | triton (NCCL) | vLLM's model |", "|---" * 4 + "|"]
-    for batch, context in sorted({key[:2] for key in times}):
-        found = [times.get((batch, context, name)) for name in ("lamport", "triton", "vllm")]
-        cells = " | ".join("-" if time is None else f"{time:.3g}" for time in found)
-        lines.append(f"| {batch} x {context:,} | {cells} |")
+    lines = ["| layers of | requests x context | lamport | triton (NCCL) | vllm | vLLM's model |",
+             "|---" * 6 + "|"]  # fmt: skip
+    for layers, shape, batch, context in sorted({key[:4] for key in times}):
+        found = [times.get((layers, shape, batch, context, name))
+                 for name in ("lamport", "triton", "vllm", "off")]  # fmt: skip
+        cells = " | ".join("-" if row is None else f"{row['us'] / 1e3:.3g}" for row in found)
+        lines.append(f"| {layers}, {shape} | {batch} x {context:,} | {cells} |")
     return "\n".join(lines)
 
 
