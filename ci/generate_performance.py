@@ -2,7 +2,8 @@
 
 Sources: benchmarks/results/*.json (timings), its folders (modes, serving), docs/performance/*.json
 (what compilers report, and what executed AMD code is estimated to take).
-Losses are listed first, so that nobody has to look for them.
+What a server takes stands first, with the goals that it misses; then all that another does faster,
+so that nobody has to look for it; then how to measure it again, and the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -37,6 +39,18 @@ a test keeps it in step. Times are microseconds, cold caches, medians, ours and 
 on one machine; every timed shape was held to its contract first. The floor is what the bytes alone
 would take. `ratio` is ours over the fastest peer: above 1 we lose.
 """
+AGAIN = [
+    "", "## Measuring it again", "",
+    "On a GPU, in a checkout beside vLLM; each section names the machine and the command that it "
+    "came from, and `python ci/generate_performance.py` writes this page.", "",
+    "| what | command |", "|---|---|",
+    "| a rank of a large model, offline, beside vLLM | `python -m benchmarks.serving --all` |",
+    "| a server, by vLLM's own benchmark | `inkling-portable bench serve DIR --out DIR` |",
+    "| attention, experts, small operations | `python -m benchmarks.attention`, "
+    "`benchmarks.experts --peers`, `benchmarks.small_ops` |",
+    "| the exchange between GPUs of a host | `python -m benchmarks.ranks` (`docs/many-gpus.md`) |",
+    "| answers and load | `python -m benchmarks.nano`, `python -m benchmarks.soak DIR` |",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,11 @@ def rows_of(report: dict[str, Any]) -> list[Row]:
 
 def number(us: float) -> str:
     return f"{us:.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
+
+
+def figure(value: float | None) -> str:
+    """Milliseconds of a step, or tokens a second."""
+    return "" if value is None else f"{value:,.0f}" if value >= 1000 else number(value)
 
 
 def table(rows: list[Row]) -> list[str]:
@@ -245,9 +264,10 @@ def titles(found: Iterable[tuple[str, str, int, str]]) -> dict[tuple[str, str], 
             **{(v, ""): title for v, title in VARIANTS.items() if v != "plugin"}}  # fmt: skip
 
 
-def serving_section(losses: dict[str, str]) -> list[str]:
-    """A rank of eight as it serves, by variant, and what its steps are spent on."""
-    found = served()
+def serving_section(
+    found: dict[tuple[str, str, int, str], dict[str, Any]], losses: dict[str, str]
+) -> list[str]:
+    """A rank of eight as it serves, by variant, with the goals that it misses."""
     if not found:
         return []
     machine = next(iter(found.values()))["environment"]
@@ -276,15 +296,15 @@ def serving_section(losses: dict[str, str]) -> list[str]:
                  for v, value in values.items() if v != "plugin"}  # fmt: skip
         if gains and min(gains.values()) < 1:
             peer = min(gains, key=lambda v: gains[v])
-            losses[case] = (f"| serving | {case} | {values['plugin']:,} | {VARIANTS[peer]} "
-                            f"{values[peer]:,} | {1 / gains[peer]:.2f} |")  # fmt: skip
+            losses[case] = (f"| serving | {case} | {figure(values['plugin'])} | {VARIANTS[peer]} "
+                            f"{figure(values[peer])} | {1 / gains[peer]:.2f} |")  # fmt: skip
         ours = rows["plugin"]
-        cells = [case, f"{ours.get('floor ms', '')}"]
+        cells = [case, figure(ours.get("floor ms"))]
         shown = [found.get((*who, 0, case)) for who in titles(found)]
-        cells += [f"{row.get('ms') or row['tokens/s']:,}" if row else "not run" for row in shown]
+        cells += [figure(row.get("ms") or row["tokens/s"]) if row else "not run" for row in shown]
         cells += [f"{gains['off']:.2f}" if "off" in gains else "",
                   f"{min(gains.values()):.2f}" if len(gains) == 2 else "",
-                  str(ours.get("ms with exchanges, estimated", ""))]  # fmt: skip
+                  figure(ours.get("ms with exchanges, estimated"))]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
         most, shipped, better = GOALS.get(case, (None, None, None))
         short = [f"{ours['ms']} ms of {most}"] if most and ours["ms"] > most else []
@@ -298,7 +318,7 @@ def serving_section(losses: dict[str, str]) -> list[str]:
     starts = {f"{title} {row['start s']}": None for who, title in titles(found).items()
               for key, row in found.items() if key[:3] == (*who, 0)}  # fmt: skip
     lines += ["", f"Seconds from the call to ready: {', '.join(starts)}."]
-    return [*lines, *drafts_table(found), *profile_tables(found)]
+    return [*lines, *drafts_table(found)]
 
 
 def bench_section() -> list[str]:
@@ -327,11 +347,11 @@ def drafts_table(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> list
     for drafts, case in sorted({(key[2], key[3]) for key in keys}):
         rows = [found.get((*who, drafts, case)) for who in shown]
         floor = next(row["floor ms"] for row in rows if row)
-        times = [f"{row['ms']}" if row else "not run" for row in rows]
+        times = [figure(row["ms"]) if row else "not run" for row in rows]
         ours = found.get(("plugin", "", drafts, case))
         least = 1e3 * int(case.split()[1]) / ours["ms"] if ours else 0.0
         rates = f"{least:,.0f} to {(1 + drafts) * least:,.0f}" if ours else ""
-        lines.append(f"| {case} | {drafts} | {floor} | {' | '.join(times)} | {rates} |")
+        lines.append(f"| {case} | {drafts} | {figure(floor)} | {' | '.join(times)} | {rates} |")
     return lines
 
 
@@ -363,7 +383,7 @@ def profile_tables(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> li
         if all("busy us" in profile for profile in rows.values()):
             busy = [number(profile["busy us"]) for profile in rows.values()]
             lines.append(f"| at least one kernel runs | | {' | '.join(busy)} |")
-    return lines
+    return ["", "## What a step is spent on", *lines] if lines else []
 
 
 def profiles_section() -> list[str]:
@@ -458,7 +478,7 @@ def render() -> dict[Path, str]:
     """Every generated file with its content."""
     files: dict[Path, str] = {}
     losses: dict[str, str] = {}  # by shape: what a later file measures again counts anew
-    sections: list[str] = []
+    sections: dict[str, list[str]] = {}
     for path in sorted(RESULTS.glob("*.json")):
         report = json.loads(path.read_text())
         rows = rows_of(report)
@@ -467,30 +487,41 @@ def render() -> dict[Path, str]:
         machine = report.get("machine") or report.get("environment") or {}
         title = f"{path.stem}: {machine.get('gpu', '')}, {machine.get('date', '')}"
         files[FOLDER / f"{path.stem}.svg"] = plot(rows, title)
-        sections += ["", f"## {path.stem}", "",
-                     f"`{machine.get('target', '')}`"
-                     f", cold: {'yes' if report.get('cold') else 'no'}."]  # fmt: skip
+        lines = ["", f"## {path.stem}", "",
+                 f"`{machine.get('target', '')}`"
+                 f", cold: {'yes' if report.get('cold') else 'no'}."]  # fmt: skip
         if machine.get("command"):
-            sections.append(f"`{' '.join(machine['command'].split())}`")
+            lines.append(f"`{' '.join(machine['command'].split())}`")
         if report.get("note"):
-            sections.append(f"Note: {report['note']}.")
-        sections += ["", f"![{title}](performance/{path.stem}.svg)", "", *table(rows)]
+            lines.append(f"Note: {report['note']}.")
+        sections[path.stem] = [
+            *lines,
+            "",
+            f"![{title}](performance/{path.stem}.svg)",
+            "",
+            *table(rows),
+        ]
         for row in rows:
             losses.pop(row.name, None)
             if row.best is not None and row.ratio is not None and row.ratio > 1:
                 peer = f"{row.best[0]} {number(row.best[1])}"
                 losses[row.name] = (f"| {path.stem} | {row.name} | {number(row.ours[1])} | {peer} "
                                     f"| {row.ratio:.2f} |")  # fmt: skip
-    serving = serving_section(losses)
+    found = served()
+    serving = serving_section(found, losses)
+    # What was measured last of a kind stands first: names of former files sort before the newest.
+    newest_first = sorted(list(sections)[::-1], key=lambda stem: stem.partition("-")[0])
     lost = ["", "## Where another is faster", ""]
     lost += ["| file | shape | ours | peer | ratio |", "|---|---|---|---|---|", *losses.values()]
     compilers = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("kernels-*.json"))]
     compilers.sort(key=version)
     body = [
-        *(lost if losses else []),
         *serving,
+        *(lost if losses else []),
+        *AGAIN,
         *bench_section(),
-        *sections,
+        *profile_tables(found),
+        *chain.from_iterable(sections[stem] for stem in newest_first),
         *profiles_section(),
         *modes_section(),
         *launches_section(),

@@ -66,8 +66,7 @@ def test_evidence_needs_right_results_and_no_loss(
 
 
 def test_performance_pages_are_current() -> None:
-    """Tables and plots follow from inkling_portable.commands.bench_shown import Point
-    from the committed results, and no plot is left over."""
+    """Tables and plots follow from the committed results, and no plot is left over."""
     module = generator("generate_performance")
     wanted = module.render()
     for path, text in wanted.items():
@@ -129,15 +128,15 @@ def test_serving_is_shown_beside_both_variants(
     goals = {"decode 1": (3.5, 3.0, 2.5), "decode 2": (4.0, 1.0, None), "throughput": (0, 3.1, 0)}
     monkeypatch.setattr(module, "GOALS", goals)
     page = module.render()[module.PAGE]
-    assert "| decode 1 | 1.5 | 4.0 | 12.0 | 8.0 | 3.00 | 2.00 |" in page
+    assert "| decode 1 | 1.50 | 4.00 | 12.0 | 8.00 | 3.00 | 2.00 |" in page
     missed = page.partition("Goals that are missed:\n\n")[2].partition("\n\n")[0].splitlines()
     assert missed == [
         "- decode 1: 4.0 ms of 3.5, 2.00 of 2.5 times vLLM with splits.",
         "- throughput: 3.00 of 3.1 times vLLM as shipped.",
     ]
-    assert "| throughput |  | 25.0 | 8.333333333333334 | 12.5 | 3.00 | 2.00 |" in page
-    assert "| serving | decode 2 | 4.0 | vLLM with splits 3.0 | 1.33 |" in page
-    assert "| decode 1 | 2 | 1.5 | 6.0 | not run |" in page
+    assert "| throughput |  | 25.0 | 8.33 | 12.5 | 3.00 | 2.00 |" in page
+    assert "| serving | decode 2 | 4.00 | vLLM with splits 3.00 | 1.33 |" in page
+    assert "| decode 1 | 2 | 1.50 | 6.00 | not run |" in page
     assert "| rel_attention | 7.00 | 50.0 | 50.0 | 50.0 |" in page
     assert "ready: ours 50.0, vLLM as shipped 50.0, vLLM with splits 50.0." in page
     point = dict(zip(Point._fields, (0, 8192, 1, 2, 16384, 2048, 200.0, 5.0, 190.0, 210.0, 6.0),
@@ -151,7 +150,7 @@ def test_serving_is_shown_beside_both_variants(
     measured("plugin", "2026-01-01", asked="route=x", decode_1=2.0)
     page = module.render()[module.PAGE]
     assert "| case | floor | ours | ours, `route=x` | vLLM as shipped |" in page
-    assert "| decode 1 | 1.5 | 4.0 | 2.0 | 12.0 | 8.0 | 3.00 | 2.00 |" in page
+    assert "| decode 1 | 1.50 | 4.00 | 2.00 | 12.0 | 8.00 | 3.00 | 2.00 |" in page
 
 
 def test_a_plot_is_well_formed_and_in_bounds() -> None:
