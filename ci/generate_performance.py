@@ -510,7 +510,8 @@ def render() -> dict[Path, str]:
     found = served()
     serving = serving_section(found, losses)
     # What was measured last of a kind stands first: names of former files sort before the newest.
-    newest_first = sorted(list(sections)[::-1], key=lambda stem: stem.partition("-")[0])
+    newest_first = sorted(sections, reverse=True)
+    newest_first.sort(key=lambda stem: stem.partition("-")[0])
     lost = ["", "## Where another is faster", ""]
     lost += ["| file | shape | ours | peer | ratio |", "|---|---|---|---|---|", *losses.values()]
     compilers = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("kernels-*.json"))]
