@@ -1,4 +1,4 @@
-"""Pipeline parallelism through vLLM's executor: two stages on one CPU equal transformers."""
+"""Pipeline parallelism through vLLM's executor: two unlike stages on one CPU equal transformers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from tests.vllm_cpu.conftest import Engine, Oracle, dense, prompt
 
 @pytest.fixture(scope="module")
 def staged(checkpoint: Path) -> Iterator[Engine]:
-    built = Engine(checkpoint, max_model_len=256, max_num_batched_tokens=64,
-                   pipeline_parallel_size=2)  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_PP_LAYER_PARTITION", "1,3")
+        built = Engine(checkpoint, max_model_len=256, max_num_batched_tokens=64,
+                       pipeline_parallel_size=2)  # fmt: skip
     yield built
     built.llm.llm_engine.engine_core.shutdown()
 

@@ -1,7 +1,7 @@
 """Two nodes by vLLM's own launcher: the recipe's two commands, run as they stand on one machine.
 
 Each believes to be a machine of its own, so what their ranks exchange goes over sockets. What both
-have read they find again.
+have read they find again. One model over both, and a whole one on each.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from inkling_portable.recipes import render
 from tests.vllm_cpu.conftest import AS_A_USER, Oracle, prompt
 
 
-def test_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["multi_node_tp", "multi_node_tp_dp"])
+def test_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     folder = tmp_path / "model"
     write_tiny(folder, preset="small-like", dtype="float32", layers=6)
-    lines = render("multi_node_tp", str(folder), 1, 2, "127.0.0.1")
+    lines = render(strategy, str(folder), 1, 2, "127.0.0.1")
     more = ["--dtype", "float32", "--max-model-len", "256", "--block-size", "16",
             "--kv-cache-memory-bytes", str(16 << 20), "--gpu-memory-utilization", "0.05",
-            "--max-num-batched-tokens", "48", "--master-port", str(free_port()),
-            "--enable-prompt-tokens-details"]  # fmt: skip
+            "--max-num-batched-tokens", "48", "--enable-prompt-tokens-details"]  # fmt: skip
+    port = "--data-parallel-rpc-port" if strategy.endswith("dp") else "--master-port"
+    more += [port, str(free_port())]
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # other tests set it
     first, second = (
         Server(folder, [*line[2:], *more], tmp_path / f"{node}.log",
@@ -42,5 +44,9 @@ def test_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for answer in answers:
         for ids, choice in zip(prompts, answer["choices"], strict=True):
             oracle.assert_greedy(ids, choice["token_ids"])
-    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
-    assert "rank=1 local_rank=0" in (tmp_path / "1.log").read_text()
+    said = (tmp_path / "1.log").read_text()
+    if strategy.endswith("dp"):
+        assert "EngineCore_DP1" in said
+    else:  # the other may be asked what one has read
+        assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+        assert "rank=1 local_rank=0" in said
