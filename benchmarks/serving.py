@@ -69,18 +69,20 @@ OPS = (
     ("routed_experts", r"gemv_(up|down)|_count_kernel|_place_kernel|(?<!_)tile_kernel|wgmma|"
                        r"combine_kernel|^combine$|arrange_kernel|moe|expert|humming|marlin|routed|silu_and_mul|act_and_mul|"
                        r"align_block|process_input"),
-    ("route and gate_logits", r"_route_kernel|gate(?!d_kernel)|topk|ll_bf16"),
+    ("route and gate_logits", r"_(route|weigh)_kernel|gate(?!d_kernel)|topk|ll_bf16"),
     ("sinks and dense activation", r"_swiglu_kernel|swiglu|sink|_gated_kernel"),
     ("norms and embedding", r"_norm_kernel|_embed_norm|_halves|rms_?norm|index_select|embedding"),
     ("linear layers", r"nvjet|gemm|gemv|cublas|cutlass|splitK|_row_kernel|_tile_kernel|_sum_kernel|"
-                      r"addmm|::mm|matmul|linear"),
+                      r"addmm|::mm|matmul|linear|few_rows"),
     ("sampling", r"argmax|sampl|softmax|gumbel|logit"),
     ("inputs and metadata", r"memcpy|memset|copy|fill|arange|cumsum|slot|block_table|elementwise|"
                             r"index|prepare|gather|scatter|cat|reduce|_post_update|apply_write"),
 )  # fmt: skip
-PRODUCTS = re.compile(r"^_(row|tile|sum)_kernel$")
+PRODUCTS = re.compile(r"^_(row|tile|sum)_kernel$|few_rows")
 """Of gates, sinks and linear layers alike: which one, says what runs before and after them."""
-PLACES = re.compile(r"_(route|gated|prep|conv)_kernel|conv_rows|combine_split|attend")
+PLACES = re.compile(r"_(route|weigh|gated|prep|conv)_kernel|conv_rows|combine_split|attend")
+
+SINKS_FOLLOW = ("_route_kernel", "_weigh_kernel", "_gated_kernel")
 
 
 def op_of(kernel: str) -> str:
@@ -98,7 +100,7 @@ def ops_of(kernels: Sequence[str]) -> list[str]:
             after = next((place[0] for place in places[i:] if place), "")
             if after == "_route_kernel":
                 ops[i] = "route and gate_logits"
-            elif before in ("_route_kernel", "_gated_kernel"):
+            elif after == "_weigh_kernel" or before in SINKS_FOLLOW:
                 ops[i] = "sinks and dense activation"
         found = places[i]
         before = found[0] if found else before

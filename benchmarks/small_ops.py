@@ -37,8 +37,8 @@ Call = Callable[[], Any]
 
 # Our kernels are launched a second time with programmatic dependent launch under this name.
 DEPENDENT = "triton+pdl"
-OWN = ("rows",)
-"""Our providers for NVIDIA's chips alone that serve long steps."""
+OWN = {"rows": range(256, 1 << 20), "wgmma": range(2, 129)}
+"""Our providers for NVIDIA's chips alone, and rows of the steps that they serve."""
 
 
 def ours(op: str) -> Callable[..., Any]:
@@ -105,6 +105,8 @@ def peers(op: str, a: Any) -> dict[str, Call]:
             dtype = x.dtype if op == "skinny_linear" else torch.float32
             found["ll_bf16"] = lambda: ll.ll_bf16_gemm(x, w, dtype)
         return found
+    if op == "gated_sinks":
+        found["parts"] = lambda: in_parts(**a)
     norm = vllm_module(f"{OPS_OF_VLLM}.norm")
     if norm is None:
         return found
@@ -137,6 +139,14 @@ def peers(op: str, a: Any) -> dict[str, Call]:
     if op == "norm_gelu" and towers is not None:
         found["vllm"] = lambda: towers.rmsnorm_gelu(a["x"], a["weight"], a["eps"])
     return found
+
+
+def in_parts(x: Tensor, gate: Tensor, bias: Tensor, global_scale: Tensor, top_k: int,
+             route_scale: float, w13: Tensor, w2: Tensor) -> Any:  # fmt: skip
+    """The three Triton ops that gated_sinks stands for."""
+    logits = ours("gate_logits")(x, gate)
+    weights, ids, gammas = ours("route")(logits, bias, global_scale, top_k, route_scale)
+    return weights, ids, ours("sink_experts")(x, w13, w2, gammas)
 
 
 def first_rows(a: Arguments) -> Tensor:
@@ -219,14 +229,17 @@ def measure(op: str, rows: int, rank: Rank, layer: str, decode: bool) -> dict[st
     outputs = [x for x in (outputs if isinstance(outputs, tuple) else (outputs,))
                if isinstance(x, Tensor)]  # fmt: skip
     moved = moved_bytes(op, sets[0], outputs)
-    with dependent_launch(False):
-        times = {"triton": microseconds(bound(function, sets))}
-    try:
-        with dependent_launch():
-            times[DEPENDENT] = microseconds(bound(function, sets))
-    except Exception as error:
-        print(f"  {op}: with dependent launch: {error}", file=sys.stderr)
-    for offer in (row for row in CUDA if row.op == op and row.provider in OWN and not decode):
+    times = {}
+    # Of more rows it is the library's, or the parts', that the engine then has.
+    if rows <= {"skinny_linear": 16, "gated_sinks": 1}.get(op, rows):
+        with dependent_launch(False):
+            times["triton"] = microseconds(bound(function, sets))
+        try:
+            with dependent_launch():
+                times[DEPENDENT] = microseconds(bound(function, sets))
+        except Exception as error:
+            print(f"  {op}: with dependent launch: {error}", file=sys.stderr)
+    for offer in (row for row in CUDA if row.op == op and rows in OWN.get(row.provider, ())):
         faults = [*faults, *disagreements(contract(op), offer.load(), sets[0])]
         times[offer.provider] = microseconds(bound(offer.load(), sets))
     for name in peers(op, sets[0]):
@@ -303,7 +316,7 @@ def main() -> None:
             for op in chosen.ops.split(","):
                 layers = LAYERS if op == "skinny_linear" else ("qkvr",)
                 for layer, (rows, decode) in ((la, s) for la in layers for s in shapes):
-                    if op == "skinny_linear" and rows > 16:
+                    if op == "skinny_linear" and rows > 128:
                         continue
                     row = measure(op, rows, rank, layer, decode)
                     results.append(row)

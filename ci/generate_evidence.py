@@ -28,7 +28,7 @@ ENGINE = ("vllm", "fa4 x1", "humming", "marlin")
 # What its linear layers call; what an op stands in for.
 INSTEAD = {"skinny_linear": ("cublas",), "gated_sinks": ("parts",)}
 # Our providers under theirs.
-OURS = {"ours": "triton", "triton": "triton", "mma": "mma", "rows": "rows"}
+OURS = {"ours": "triton", "triton": "triton", "mma": "mma", "rows": "rows", "wgmma": "wgmma"}
 WAVERING = 1.02
 SPECIAL = ("gluon", "fa4")  # rows of ours for some calls only
 HEAD = (

@@ -28,8 +28,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 FOLDER = ROOT / "docs" / "performance"
 PAGE = ROOT / "docs" / "performance.md"
 # Names under which our own kernel is timed; the first one present is what serves.
-OURS = ("gluon", "rows", "ours", "mma", "triton+pdl", "triton")
-MINE = ("gluon", "rows", "ours", "mma", "triton")  # what such names begin with
+OURS = ("gluon", "rows", "wgmma", "ours", "mma", "triton+pdl", "triton")
+MINE = ("gluon", "rows", "wgmma", "ours", "mma", "triton")  # what such names begin with
 # Timed to learn from, not because they compute the same.
 NOT_PEERS = ("fa4 no bias",)
 HEAD = """# Performance, as measured

@@ -233,35 +233,43 @@ DEVICE void show_copies() {}
 // wgmma.m64nNk16 with the left operand in registers: its warps have 16 rows each, as mma.m16n8k16
 // has them. Of the right operand, a matrix descriptor tells where rows of 128 bytes stand whose
 // sixteenths are swapped by bits 7..9 of their address.
-struct Product { float* d; u32 a[4]; u64 b; int n, group; };
+// A left operand in shared memory is described alike; `a` is then its descriptor's halves.
+struct Product { float* d; u32 a[4]; u64 b; int n, group; bool shared; };
 static std::vector<Product> products[fibers::MOST];
 static int closed[fibers::MOST];
 static void meet_group() { fibers::groups[threadIdx.x / 128].meet(128); }
+static u32 described(u64 matrix, int row, int k) {
+    if (matrix >> 62 != 1) __builtin_trap();
+    u32 at = (matrix & 0x3FFF) * 16 + row / 8 * (matrix >> 32 & 0x3FFF) * 16 + row % 8 * 128 + k * 2;
+    at ^= (at >> 7 & 7) << 4;
+    return *(const uint16_t*)(memory + at);
+}
 static void compute(size_t i) {
     const int me = threadIdx.x, first = me & ~31, g = (me & 31) >> 2, t = me & 3;
     const Product& p = products[me][i];
-    if (p.b >> 62 != 1) __builtin_trap();
     for (int j = 0; j < p.n / 2; j++) {
         const int column = j / 4 * 8 + 2 * t + (j & 1), high = j >> 1 & 1;
         double sum = p.d[j];
         for (int k = 0; k < 16; k++) {
-            const u32 a = products[first + g * 4 + (k & 7) / 2][i].a[high + 2 * (k >> 3)];
-            u32 at = (p.b & 0x3FFF) * 16 + column / 8 * (p.b >> 32 & 0x3FFF) * 16 +
-                     column % 8 * 128 + k * 2;
-            at ^= (at >> 7 & 7) << 4;
-            const u32 b = *(const uint16_t*)(memory + at);
-            sum += (double)(k & 1 ? high_of(a) : low_of(a)) * low_of(b);
+            u32 a = products[first + g * 4 + (k & 7) / 2][i].a[high + 2 * (k >> 3)];
+            if (p.shared)
+                a = described(p.a[0] | (u64)p.a[1] << 32, first % 128 / 2 + g + 8 * high, k) << 16 * (k & 1);
+            sum += (double)(k & 1 ? high_of(a) : low_of(a)) * low_of(described(p.b, column, k));
         }
         p.d[j] = sum;
     }
 }
-template <int N>
+template <int N, bool SHARED_LEFT = false>
 DEVICE void multiply(float (&d)[N / 2], const u32 (&a)[4], u64 b) {
     auto& mine = products[threadIdx.x];
-    mine.push_back({d, {a[0], a[1], a[2], a[3]}, b, N, closed[threadIdx.x]});
+    mine.push_back({d, {a[0], a[1], a[2], a[3]}, b, N, closed[threadIdx.x], SHARED_LEFT});
     meet_group();
     if (!late()) compute(mine.size() - 1);
     meet_group();
+}
+template <int N>
+DEVICE void multiply_shared(float (&d)[N / 2], u64 a, u64 b) {
+    multiply<N, true>(d, {(u32)a, (u32)(a >> 32), 0, 0}, b);
 }
 DEVICE void begin_products() {}
 DEVICE void close_products() { closed[threadIdx.x]++; }
@@ -384,6 +392,22 @@ DEVICE void leave_blocks(int*) {}
 DEVICE void let_next_start() {}
 DEVICE void wait_for_previous() {}
 
+// Blocks of a cluster do not run together: all run once to keep their shared memory as it is where they
+// meet, and once more to read each other's.
+static std::vector<std::vector<uint8_t>> kept;
+DEVICE void barrier_of_cluster() {
+    barrier();
+    kept.resize(gridDim.x);
+    if (threadIdx.x == 0) kept[blockIdx.x].assign(memory, memory + sizeof memory);
+    barrier();
+}
+DEVICE float4 kept_floats(int block, u32 at) {
+    float4 v = {NAN, NAN, NAN, NAN};
+    if (at % 16) __builtin_trap();
+    if (!kept[block].empty()) memcpy(&v, &kept[block][at], 16);
+    return v;
+}
+
 // A kernel's launch as the driver takes it: pointers to its arguments.
 template <class... A, size_t... I>
 static void unpack(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
@@ -399,5 +423,7 @@ static void** arguments;
 
 extern "C" void launch(int blocks_x, int blocks_y, int threads, void** args) {
     arguments = args;
+    kept.clear();
     fibers::run(blocks_x, blocks_y, threads, [] { call(NAME, arguments); });
+    if (!kept.empty()) fibers::run(blocks_x, blocks_y, threads, [] { call(NAME, arguments); });
 }

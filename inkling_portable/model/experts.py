@@ -30,6 +30,9 @@ from inkling_portable.model.quant_layouts import Layout
 from inkling_portable.model.settings import Settings
 from inkling_portable.model.warm_up_steps import Call
 
+TOGETHER: dict[tuple[str, ...], int] = {("wgmma",): 128}
+"""Rows up to which providers of gated_sinks have fewer launches than its parts; the others: one."""
+
 
 class Gate(nn.Module):
     """Scores of routed experts and sinks. Bias and scale are float32 as stored."""
@@ -247,9 +250,9 @@ class MoE(nn.Module):
             else SinkExperts(settings)
         )
         self._routed: tuple[Tensor, Tensor, Tensor] | None = None
-        self.together = not settings.facts.lora and settings.together(
-            "gated_sinks", "gate_logits", "route", "sink_experts"
-        )
+        parts = ("gate_logits", "route", "sink_experts")
+        together = not settings.facts.lora and settings.together("gated_sinks", *parts)
+        self.most_together = TOGETHER.get(settings.chosen()["gated_sinks"], 1) if together else 0
 
     def share(self) -> Experts:
         """This rank's part of the stored tensors."""
@@ -263,7 +266,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> (routed partial [T, H], sink partial [T, H])."""
-        if self.together and x.shape[0] == 1:
+        if 0 < x.shape[0] <= self.most_together:
             gate, sinks = self.gate, self.sink_experts
             logits, weights, ids, second = self.ops.gated_sinks(
                 x, gate.weight, gate.bias, gate.global_scale, self.top_k, self.route_scale,

@@ -123,10 +123,11 @@ class Settings:
         return out
 
     def together(self, op: str, *parts: str) -> bool:
-        """Whether `op` serves in place of `parts`: a function, of whoever has all of these."""
+        """Whether `op` serves in place of `parts`: a function, of whoever has all of these, or has
+        all but those that are Triton's, of which it is composed."""
         chosen = self.chosen()
-        one = getattr(self.ops(), op) is not None
-        return one and all(chosen[part] == chosen[op] for part in parts)
+        whole = {chosen[op]} | ({("triton",)} if chosen[op] == ("wgmma",) else set())
+        return getattr(self.ops(), op) is not None and all(chosen[part] in whole for part in parts)
 
     def per_rank(self, geometry: AttentionGeometry) -> tuple[int, int]:
         """(query heads, KV heads) of one rank."""

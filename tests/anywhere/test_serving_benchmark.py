@@ -133,6 +133,24 @@ def test_products_belong_to_what_stands_around_them() -> None:
         linear, "qkvr_prep", attention, attention, linear, conv, gate, gate, gate, sinks, sinks,
         "routed_experts", conv,
     ]  # fmt: skip
+    # Gate and sinks in one product, whose bytes are the sinks' for the most part.
+    layer = [
+        "few_rows",
+        "_prep_kernel",
+        "attend_split",
+        "combine_split",
+        "few_rows",
+        "_conv_kernel",
+        "few_rows",
+        "_weigh_kernel",
+        "few_rows",
+        "experts",
+        "_conv_kernel",
+    ]
+    assert serving.ops_of(layer * 2) == 2 * [
+        linear, "qkvr_prep", attention, attention, linear, conv, sinks, gate, sinks,
+        "routed_experts", conv,
+    ]  # fmt: skip
 
 
 def test_the_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

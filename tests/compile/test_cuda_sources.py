@@ -12,6 +12,7 @@ import torch
 
 from inkling_portable.backends.cuda import (
     compiled,
+    few_rows,
     routed_experts_mma,
     routed_experts_wgmma,
     short_conv_rows,
@@ -100,6 +101,18 @@ def test_ends_of_branches() -> None:
         macros = (("H", width), ("W", width // 2), ("EXTRA", extra), ("MOST_ROWS", 64),
                   ("STAGES", 4))  # fmt: skip
         assert compiled.compile_source(source, macros, "sm_90a")
+
+
+def test_products_of_few_rows() -> None:
+    """What a rank of eight launches for the gate, the sinks and both linear layers."""
+    cases = {
+        (few_rows.SOURCE, "", (("ROWS", how.rows), ("TOKENS", tokens), ("PARTS", how.parts),
+                               ("STAGES", how.stages), ("X_STAGES", how.x_stages)))
+        for columns, inner in ((258, 6144), (1536, 6144), (1408, 6144), (6144, 768), (6144, 1024))
+        for tokens in (16, 32, 64, 128) for how in (few_rows.tiles(tokens, columns, inner),)
+    }  # fmt: skip
+    assert len(cases) >= 8
+    compiles(cases, "sm_90a")
 
 
 def test_what_nvrtc_refuses_is_told() -> None:

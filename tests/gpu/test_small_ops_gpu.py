@@ -51,6 +51,30 @@ def test_contract_on_served_shapes(op: str) -> None:
             assert not disagreements(contract(op), provider(op), served), (op, name, rows)
 
 
+@pytest.mark.parametrize("op", ["gate_logits", "sink_experts", "gated_sinks", "skinny_linear"])
+def test_few_rows_by_wgmma(op: str) -> None:
+    """Where that kernel is offered: drawn and served shapes, and the same bits each time."""
+    here = Target.detect()
+    for offer in (row for row in table("cuda") if (row.op, row.provider) == (op, "wgmma")):
+        if offer.refusal(here, Facts()):
+            continue
+        function = offer.load()
+        for seed in range(SEEDS):
+            drawn = contract(op).inputs(SeededDraw(seed))
+            assert not disagreements(contract(op), function, drawn, device="cuda"), seed
+        for name in RANK_NAMES:
+            for rows in (2, 9, 16, 17, 33, 64, 128, 129):
+                if op == "skinny_linear" and rows > 128:
+                    continue
+                torch.manual_seed(rows)
+                for layer in ("qkvr", "o_proj") if op == "skinny_linear" else ("qkvr",):
+                    served = arguments(op, rows, RANKS[name], "cuda", True, layer)
+                    assert not disagreements(contract(op), function, served), (name, rows, layer)
+                first, *others = (run(function, contract(op), served) for _ in range(20))
+                for other in others:
+                    assert all(map(torch.equal, first, other)), (name, rows)
+
+
 @pytest.mark.parametrize("rows", [300, 700, 2100])
 def test_long_steps_in_one_pass(rows: int) -> None:
     """Where that kernel is offered: the contract, and the portable kernels' sums bit for bit."""

@@ -1,7 +1,8 @@
 """Offers of the cuda backend."""
 
 from inkling_portable.backends.evidence import MEASURED
-from inkling_portable.registry import Facts, Offer, needs, offers_in
+from inkling_portable.backends.triton import plain_layers
+from inkling_portable.registry import Facts, Offer, Predicate, needs, offers_in
 from inkling_portable.target import Target
 
 
@@ -21,6 +22,7 @@ TRITON = "inkling_portable.backends.triton.rel_attention:rel_attention"
 fork = needs(vllm=">=0.26,<0.34")
 
 LAMPORT = "inkling_portable.backends.triton.lamport:"
+products = needs(dtype="bfloat16", triton=">=3.6")
 ranks = needs(tp=(2, 4, 8), dtype="bfloat16", triton=">=3.6")
 
 
@@ -41,6 +43,17 @@ def measured(target: Target, facts: Facts) -> str | None:
         return None
     return (f"nobody has timed this exchange of {facts.tp} ranks on {target.key}; ask with "
             "conv_residual_norm=lamport")  # fmt: skip
+
+
+def timed(op: str) -> Predicate:
+    """Where the products of few rows were timed for `op`."""
+
+    def waits(target: Target, facts: Facts) -> str | None:
+        known = target.key in MEASURED.get((op, "wgmma"), ())
+        asking = f"ask with {op}=wgmma"
+        return None if known else f"nobody has timed it on {target.key}; {asking}"
+
+    return waits
 
 
 OFFERS: tuple[Offer, ...] = (
@@ -68,6 +81,11 @@ OFFERS: tuple[Offer, ...] = (
     offer("conv_residual_norm", "vllm", ".incumbent:conv_residual_norm",
           needs(arch=("sm90", "sm100"), conv_taps=4), fork, ranks, prepare=".incumbent:prepare",
           only_if_asked=True, verified="signature only"),
+    # Products of 2 to 128 rows; one row, more, and what does not fit they hand to Triton's rows.
+    *(offer(op, "wgmma", f".few_rows:{op}", needs(arch="sm90"), products, *more,
+            only_if_asked=timed(op))
+      for op, *more in (("gate_logits",), ("sink_experts",), ("gated_sinks",),
+                        ("skinny_linear", plain_layers))),
     # vLLM's layer of experts, as `engine`, by a kernel of FlashInfer's.
     offer("routed_experts", "flashinfer", "engine", needs(arch=("sm100", "sm103")),
           needs(weights="nvfp4", dtype="bfloat16", lora=False, batch_invariant=False), fork,

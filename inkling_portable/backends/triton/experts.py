@@ -77,6 +77,7 @@ def route_row(
     tl.store(weights + slot, result, mask=slot < TOP_K)
     tl.store(ids + slot, active, mask=slot < TOP_K)
     tl.store(gammas + slot - TOP_K, result, mask=(slot >= TOP_K) & used)
+    return result
 
 
 @triton.jit

@@ -77,18 +77,25 @@ def _gated_kernel(
         tl.store(inner + i, gated(sums, x.dtype.element_ty, EACH), mask=i < columns // 2)
 
 
+def check_gated(
+    x: Tensor, gate: Tensor, bias: Tensor, global_scale: Tensor, top_k: int, w13: Tensor, w2: Tensor
+) -> None:  # fmt: skip
+    """Raise ValueError for what gated_sinks does not take."""
+    check_rows("gated_sinks", x=x, gate=gate, bias=bias, w13=w13, w2=w2)
+    check_shapes("gated_sinks", "x TH=, gate GH=, w13 SDH=, w2 SHI=, bias E", x, gate, w13, w2,
+                 bias, D=2 * w2.shape[2], G=bias.shape[0] + w13.shape[0])  # fmt: skip
+    if not 0 < top_k <= bias.shape[0]:
+        raise ValueError(f"gated_sinks: top_k needs 1 to {bias.shape[0]}; found {top_k}")
+    check_scores("gated_sinks", bias=bias, global_scale=global_scale)
+
+
 def gated_sinks(
     x: Tensor, gate: Tensor, bias: Tensor, global_scale: Tensor, top_k: int, route_scale: float,
     w13: Tensor, w2: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """See the contract. Other than one row: the three ops one after the other."""
-    check_rows("gated_sinks", x=x, gate=gate, bias=bias, w13=w13, w2=w2)
-    check_shapes("gated_sinks", "x TH=, gate GH=, w13 SDH=, w2 SHI=, bias E", x, gate, w13, w2,
-                 bias, D=2 * w2.shape[2], G=bias.shape[0] + w13.shape[0])  # fmt: skip
+    check_gated(x, gate, bias, global_scale, top_k, w13, w2)
     (rows, hidden), (sinks, double, _), experts = x.shape, w13.shape, bias.shape[0]
-    if not 0 < top_k <= experts:
-        raise ValueError(f"gated_sinks: top_k needs 1 to {experts}; found {top_k}")
-    check_scores("gated_sinks", bias=bias, global_scale=global_scale)
     if rows != 1 or order_is_fixed():
         logits = gate_logits(x, gate)
         weights, ids, gammas = route(logits, bias, global_scale, top_k, route_scale)
