@@ -6,6 +6,7 @@ in the captured graph works on its own copy of its data, and the copies exceed f
 
 from __future__ import annotations
 
+import shlex
 import statistics
 import subprocess
 import sys
@@ -68,6 +69,6 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": commit.strip() + ("+changes" if changed else ""),
-        "command": " ".join(["python", "-m", *sys.orig_argv[2:]]) if "-m" in sys.orig_argv
-        else " ".join(sys.orig_argv),
+        "command": shlex.join(["python", "-m", *sys.orig_argv[2:]] if "-m" in sys.orig_argv
+                              else sys.orig_argv),
     }  # fmt: skip
