@@ -9,7 +9,9 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("dmel_embed_norm", "triton"): ("cuda:sm90/132",),
     ("embed_norm", "triton"): ("cuda:sm90/132",),
     ("embed_norm_chain", "triton"): ("cuda:sm90/132",),
+    ("gate_logits", "wgmma"): ("cuda:sm90/132",),
     ("gated_sinks", "triton"): ("cuda:sm90/132",),
+    ("gated_sinks", "wgmma"): ("cuda:sm90/132",),
     ("norm_gelu", "triton"): ("cuda:sm90/132",),
     ("qkvr_prep", "triton"): ("cuda:sm90/132",),
     ("rel_attention", "fa4"): ("cuda:sm90/132",),
@@ -19,6 +21,8 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("route", "triton"): ("cuda:sm90/132",),
     ("routed_experts", "mma"): ("cuda:sm90/132",),
     ("sink_experts", "triton"): ("cuda:sm90/132",),
+    ("sink_experts", "wgmma"): ("cuda:sm90/132",),
     ("skinny_linear", "triton"): ("cuda:sm90/132",),
+    ("skinny_linear", "wgmma"): ("cuda:sm90/132",),
 }
 DEPENDENT_LAUNCH: tuple[str, ...] = ("cuda:sm90/132",)

@@ -20,7 +20,7 @@ from inkling_portable.registry import SelectionError
 OP = "skinny_linear"
 FEW = 16
 """Rows up to which a layer is the op's, and of the head's."""
-MORE: dict[tuple[str, ...], int] = {("wgmma",): 128}
+MORE: dict[tuple[str, ...], int] = {("wgmma",): 64}
 """The same for layers alone, by provider, as timed beside the engine's library."""
 
 

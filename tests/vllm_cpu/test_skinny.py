@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from inkling_portable.backends.reference import experts, linear
 from inkling_portable.model.engine import UnquantizedLinearMethod
 from inkling_portable.model.logits import InklingLogits
+from inkling_portable.model.settings import Settings
 from inkling_portable.model.skinny import SkinnyLinearMethod, check_skinny_request
 from inkling_portable.registry import MODELS, SelectionError, resolve
 from inkling_portable.target import Target
@@ -64,8 +66,9 @@ def test_layers_are_taken_over_when_asked(
     oracle.assert_greedy(prompt, tokens)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 16, 17])
-def test_the_method_picks_by_rows(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "most"), [(0, 16), (1, 16), (16, 16), (17, 16), (17, 64),
+                                            (64, 64), (65, 64)])  # fmt: skip
+def test_the_method_picks_by_rows(rows: int, most: int) -> None:
     seen: list[int] = []
 
     def op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -75,9 +78,9 @@ def test_the_method_picks_by_rows(rows: int) -> None:
     layer = torch.nn.Linear(64, 32, bias=False)
     x = torch.randn(rows, 64)
     method = SkinnyLinearMethod.__new__(SkinnyLinearMethod)
-    method.op = op
+    method.op, method.most_rows = op, most
     torch.testing.assert_close(method.apply(layer, x), layer(x))
-    assert seen == ([rows] if rows <= 16 else [])
+    assert seen == ([rows] if rows <= most else [])
 
 
 def test_the_heads_factor_rides_in_the_product() -> None:
@@ -123,3 +126,23 @@ def test_who_gets_it(chip: str, facts: dict[str, Any], asked: dict[str, str], ou
     target = Target.parse(f"{chip}+triton=3.6.0+vllm=0.33.0")
     op = resolve(target, replace(MODELS["large"], **facts), asked).skinny_linear
     assert (op is not None) == ours
+
+
+@pytest.mark.parametrize(("whole", "gate", "route", "sinks", "together"), [
+    ("triton", "triton", "triton", "triton", True),
+    ("triton", "wgmma", "triton", "triton", False),
+    ("wgmma", "wgmma", "triton", "wgmma", True),
+    ("wgmma", "triton", "triton", "wgmma", True),
+    ("wgmma", "wgmma", "reference", "wgmma", False),
+    ("reference", "triton", "triton", "reference", False),
+])  # fmt: skip
+def test_gate_and_sinks_are_one_op_of_whoever_has_all(
+    whole: str, gate: str, route: str, sinks: str, together: bool
+) -> None:
+    """What was asked for by name is not passed over; what wgmma is composed of is Triton's."""
+    chosen = {"gated_sinks": (whole,), "gate_logits": (gate,), "route": (route,),
+              "sink_experts": (sinks,)}  # fmt: skip
+    ops = SimpleNamespace(gated_sinks=len)
+    settings = SimpleNamespace(chosen=lambda: chosen, ops=lambda: ops)
+    parts = ("gate_logits", "route", "sink_experts")
+    assert Settings.together(settings, "gated_sinks", *parts) == together  # type: ignore[arg-type]
