@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -110,6 +109,7 @@ class Server:
         quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         self.env = {**os.environ, **quiet, **(env or {})}
         self.process: subprocess.Popen[bytes] | None = None
+        self._family: list[psutil.Process] = []
 
     def __enter__(self) -> "Server":
         with self.log_file.open("wb") as log:
@@ -157,6 +157,7 @@ class Server:
         started = time.monotonic()
         while True:
             seconds = time.monotonic() - started
+            self._note_family()
             if self.is_healthy():
                 return seconds
             status = self.process.poll()
@@ -203,16 +204,23 @@ class Server:
         return sizes
 
     def stop(self) -> None:
-        """Ends the server and everything it started; harmless when it has ended already."""
-        if self.process is None or self.process.poll() is not None:
+        """Ends the server and everything it started, which may outlive it when it was killed."""
+        if self.process is None:
             return
         # Not a session of its own, so that whoever ends this process's group ends the server too.
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.send_signal(signal.SIGTERM)
+        self._note_family()
+        self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=STOP_LIMIT_S)
-        for process in [*family, self.process]:
+        for process in [*self._family, self.process]:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 process.kill()
         self.process.wait()
-        psutil.wait_procs(family, timeout=10)
+        psutil.wait_procs(self._family, timeout=10)
+
+    def _note_family(self) -> None:
+        """Remembers what the server has started: of a dead one nobody could tell any more."""
+        if self.process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found = psutil.Process(self.process.pid).children(recursive=True)
+                self._family = found or self._family

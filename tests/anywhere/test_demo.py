@@ -70,6 +70,20 @@ def test_a_stubborn_server_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
 
 
+def test_what_a_killed_server_leaves_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed for memory, say: what it had started knows nothing of it."""
+    server = stand_in(tmp_path, monkeypatch, HEALTHY.format(stubborn=False, line=OURS))
+    with server:
+        server.wait_until_ready(30, lambda seconds: None)
+        assert server.process is not None
+        (child,) = psutil.Process(server.process.pid).children()
+        server.process.kill()
+        assert child.is_running()
+    assert not child.is_running()
+
+
 def test_another_model_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin that failed to load leaves a healthy server, which must not pass."""
     line = "ERROR Failed to load plugin inkling_portable"
