@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ci import generate_readme
+from inkling_portable.registry import op_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "inkling_portable"
@@ -273,6 +274,7 @@ def make_targets() -> set[str]:
 
 def test_readme_commands_exist() -> None:
     """The two commands of the README, and any other `make` it names, are in the Makefile."""
+    assert f"{len(op_names())} operations are named." in README
     named = set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", README, re.MULTILINE))
     assert {"demo", "test"} <= named
     assert named <= make_targets()
