@@ -56,12 +56,14 @@ def case(seed: int, lengths: tuple[int, ...] = (), extra: bool = True) -> dict[s
 
 @pytest.mark.parametrize("extra", [True, False])
 def test_contract(provider: Provider, extra: bool) -> None:
-    """Requests that end inside a block and across two, prefixes of the same step, padding."""
+    """Requests that end inside a block and across two, prefixes of the same step, padding; decoding
+    requests before others, more than a block's threads and fewer."""
     for seed in range(12):
         arguments = case(seed, extra=extra)
         if arguments["partial"].shape[0]:
             assert not disagreements(OP, provider, arguments), seed
-    for lengths in ((1, 37, 2, 3), (190, 5)):  # the second has more blocks than units
+    # The second has more blocks than units.
+    for lengths in ((1, 37, 2, 3), (190, 5), (*[1] * 10, 30), (*[1] * 70, 20, 9)):
         assert not disagreements(OP, provider, case(3, lengths, extra))
 
 

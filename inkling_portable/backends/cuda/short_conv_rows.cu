@@ -80,7 +80,7 @@ DEVICE void add_tap(float* total, const Eight& z, const u32* weights) {
 
 KERNEL(THREADS) conv_rows(
     const u16* partial, const u16* extra, const u16* residual, const u32* weight, const u16* gain,
-    u16* normed, u16* summed, u16* state, const i64* slots, const i64* sources, int rows, int each,
+    u16* normed, u16* summed, u16* state, const i64* slots, const i64* sources, int rows,
     int page, int eps, i64 partial_stride, i64 extra_stride, i64 residual_stride, i64 state_block,
     i64 state_token, i64 state_group) {
     DYNAMIC(ring);
@@ -97,8 +97,7 @@ KERNEL(THREADS) conv_rows(
         weights[4 * i + 2] = v.z, weights[4 * i + 3] = v.w;
     }
     Eight gains = load_eight(gain + channel);
-    const int first = blockIdx.x * each, end = first + each < rows ? first + each : rows;
-    int row = first;
+    int row = 0, end = 0;
     wait_for_previous();
     const auto place_of = [&](i64 slot) {
         return slot / page * state_block + slot % page * state_token;
@@ -122,64 +121,81 @@ KERNEL(THREADS) conv_rows(
         if (source == -1) return Eight{};
         return load_eight(state + place_of(-2 - source));
     };
-    for (int i = 0; i < STAGES - 1; i++) fetch(row + i);
-    for (int i = row + threadIdx.x; i < end; i += THREADS) {
-        const i64* const taps = sources + 3ll * i;
-        const bool near = taps[0] == i - 3 && taps[1] == i - 2 && taps[2] == i - 1;
-        places[i - row] = slots[i] < 0 ? -1 : 2 * place_of(slots[i]) + near;
-    }
+    // Rows of decoding requests stand in front, and all taps of theirs lie in the state: as what waits
+    // for them one row after the other, they are dealt out to all blocks first.
+    const float mine = sum_of_warp((int)threadIdx.x < rows && sources[3ll * threadIdx.x + 2] < 0);
+    if (threadIdx.x % 32 == 0) sums[0][threadIdx.x / 32] = mine;
     barrier();
-    Eight three = {}, two = {}, one = {};
-    if (row > 0) one = input(row - 1);
-    if (row > 1) two = input(row - 2);
-    if (row > 2) three = input(row - 3);
-    for (; row < end; row++) {
-        await_own<STAGES - 2>();
-        for (int i = 0; i < 16; i++) keep(weights[i]);
-        for (Eight* kept : {&gains, &one, &two, &three})
-            for (int i = 0; i < 4; i++) keep(kept->pairs[i]);
-        const Eight* const now = coming + row % STAGES * (2 + EXTRA) * THREADS;
-        const Eight carried = now[0];
-        const Eight z = EXTRA ? sum(now[THREADS], now[2 * THREADS]) : now[THREADS];
-        fetch(row + STAGES - 1);
-        float total[8];
-        for (int i = 0; i < 4; i++)
-            total[2 * i] = low_of(z.pairs[i]), total[2 * i + 1] = high_of(z.pairs[i]);
-        const i64 place = places[row - first];
-        if (place >= 0) {
-            add_tap<3>(total, z, weights);
-            if (place & 1) {
-                add_tap<2>(total, one, weights);
-                add_tap<1>(total, two, weights);
-                add_tap<0>(total, three, weights);
-            } else {
-                add_tap<2>(total, tap(sources[3ll * row + 2]), weights);
-                add_tap<1>(total, tap(sources[3ll * row + 1]), weights);
-                add_tap<0>(total, tap(sources[3ll * row]), weights);
-            }
-            store_eight(state + (place >> 1), z);
+    float found = 0;
+    for (int i = 0; i < WARPS; i++) found += sums[0][i];
+    const int apart = found > 1 ? (int)found : 0;
+#pragma unroll 1
+    for (int part = 0; part < 2; part++) {
+        const int most = part ? rows : apart;
+        const int each = (most - part * apart + gridDim.x - 1) / gridDim.x;
+        const int first = part * apart + blockIdx.x * each;
+        end = first + each < most ? first + each : most;
+        row = first;
+        if (row >= end) continue;
+        for (int i = 0; i < STAGES - 1; i++) fetch(row + i);
+        for (int i = row + threadIdx.x; i < end; i += THREADS) {
+            const i64* const taps = sources + 3ll * i;
+            const bool near = taps[0] == i - 3 && taps[1] == i - 2 && taps[2] == i - 1;
+            places[i - row] = slots[i] < 0 ? -1 : 2 * place_of(slots[i]) + near;
         }
-        Eight y;
-        float squares = 0;
-        for (int i = 0; i < 4; i++) y.pairs[i] = to_bf16_pair(total[2 * i], total[2 * i + 1]);
-        y = sum(carried, y);
-        store_eight(summed + (i64)row * H + channel, y);
-        for (int i = 0; i < 4; i++) {
-            total[2 * i] = low_of(y.pairs[i]), total[2 * i + 1] = high_of(y.pairs[i]);
-            squares += total[2 * i] * total[2 * i] + total[2 * i + 1] * total[2 * i + 1];
-        }
-        // In turns, so that one barrier a row is enough.
-        float* const shares = sums[row & 1];
-        squares = sum_of_warp(squares);
-        if (threadIdx.x % 32 == 0) shares[threadIdx.x / 32] = squares;
         barrier();
-        squares = 0;
-        for (int i = 0; i < WARPS; i++) squares += shares[i];
-        const float scale = inverse_root(squares / H + as_float(eps));
-        for (int i = 0; i < 4; i++)
-            y.pairs[i] = to_bf16_pair(total[2 * i] * scale * low_of(gains.pairs[i]),
-                                      total[2 * i + 1] * scale * high_of(gains.pairs[i]));
-        store_eight(normed + (i64)row * H + channel, y);
-        three = two, two = one, one = z;
+        Eight three = {}, two = {}, one = {};
+        if (row > 0) one = input(row - 1);
+        if (row > 1) two = input(row - 2);
+        if (row > 2) three = input(row - 3);
+        for (; row < end; row++) {
+            await_own<STAGES - 2>();
+            for (int i = 0; i < 16; i++) keep(weights[i]);
+            for (Eight* kept : {&gains, &one, &two, &three})
+                for (int i = 0; i < 4; i++) keep(kept->pairs[i]);
+            const Eight* const now = coming + row % STAGES * (2 + EXTRA) * THREADS;
+            const Eight carried = now[0];
+            const Eight z = EXTRA ? sum(now[THREADS], now[2 * THREADS]) : now[THREADS];
+            fetch(row + STAGES - 1);
+            float total[8];
+            for (int i = 0; i < 4; i++)
+                total[2 * i] = low_of(z.pairs[i]), total[2 * i + 1] = high_of(z.pairs[i]);
+            const i64 place = places[row - first];
+            if (place >= 0) {
+                add_tap<3>(total, z, weights);
+                if (place & 1) {
+                    add_tap<2>(total, one, weights);
+                    add_tap<1>(total, two, weights);
+                    add_tap<0>(total, three, weights);
+                } else {
+                    add_tap<2>(total, tap(sources[3ll * row + 2]), weights);
+                    add_tap<1>(total, tap(sources[3ll * row + 1]), weights);
+                    add_tap<0>(total, tap(sources[3ll * row]), weights);
+                }
+                store_eight(state + (place >> 1), z);
+            }
+            Eight y;
+            float squares = 0;
+            for (int i = 0; i < 4; i++) y.pairs[i] = to_bf16_pair(total[2 * i], total[2 * i + 1]);
+            y = sum(carried, y);
+            store_eight(summed + (i64)row * H + channel, y);
+            for (int i = 0; i < 4; i++) {
+                total[2 * i] = low_of(y.pairs[i]), total[2 * i + 1] = high_of(y.pairs[i]);
+                squares += total[2 * i] * total[2 * i] + total[2 * i + 1] * total[2 * i + 1];
+            }
+            // In turns, so that one barrier a row is enough.
+            float* const shares = sums[row & 1];
+            squares = sum_of_warp(squares);
+            if (threadIdx.x % 32 == 0) shares[threadIdx.x / 32] = squares;
+            barrier();
+            squares = 0;
+            for (int i = 0; i < WARPS; i++) squares += shares[i];
+            const float scale = inverse_root(squares / H + as_float(eps));
+            for (int i = 0; i < 4; i++)
+                y.pairs[i] = to_bf16_pair(total[2 * i] * scale * low_of(gains.pairs[i]),
+                                          total[2 * i + 1] * scale * high_of(gains.pairs[i]));
+            store_eight(normed + (i64)row * H + channel, y);
+            three = two, two = one, one = z;
+        }
     }
 }

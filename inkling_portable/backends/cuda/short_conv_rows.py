@@ -56,7 +56,7 @@ def conv_residual_norm(
     kernel(SOURCE, "conv_rows", macros, partial.device.index).launch(
         (ceil_div(rows, each), 1), width // 8,
         (partial, extra, residual, conv_weight, norm_weight, normed, summed, state, slots, sources,
-         rows, each, state.shape[1], int.from_bytes(struct.pack("<f", eps), "little", signed=True),
+         rows, state.shape[1], int.from_bytes(struct.pack("<f", eps), "little", signed=True),
          *(0 if t is None else t.stride(0) for t in (partial, extra, residual)),
          *state.stride()[:3]), 6, True, STAGES * (len(wide) - 1) * width * 2,
     )  # fmt: skip
