@@ -139,9 +139,6 @@ class Values:
         places = array("Q", range(first, first + 8 * len(numbers), 8))
         self.pointers = (ctypes.c_void_p * len(numbers)).from_buffer(places)
 
-    def __getitem__(self, i: int) -> ctypes.c_longlong:
-        return ctypes.c_longlong.from_buffer(self._block, 8 * i)
-
 
 def packed(args: Sequence[Tensor | int | None], wide: int
            ) -> tuple[Values, ctypes.Array[ctypes.c_void_p]]:  # fmt: skip
@@ -152,7 +149,7 @@ def packed(args: Sequence[Tensor | int | None], wide: int
 
 @dataclass
 class Launch:
-    """A launch that can be made again, with other numbers in `values`, while its tensors live."""
+    """A launch, which can be made again while its tensors live."""
 
     values: Values
     run: Callable[[], int | None]

@@ -22,7 +22,8 @@
 // scale (16: E4M3, 32: E8M0); GAIN 1 if there are global scales; UP 1 for the first product, of which
 // INTERLEAVED is 1 if gate and up rows alternate, else HALF is the rows of each; GROUPS 2 or 4
 // warpgroups; NT tokens of a tile; N is the next one of NT, NT - GRAIN, .. LEAST; STAGES; RESIDENT
-// blocks of an SM at least. With COMBINE 1, only TOP_K, BLOCK and RESIDENT.
+// blocks of an SM at least; SHIFT 1 where experts have two tiles. With COMBINE 1, only TOP_K, BLOCK and
+// RESIDENT.
 
 #include "routed_experts_common.cu"
 
@@ -223,9 +224,15 @@ struct Arguments {
     const u8 *w, *scales;
     const float* gains;
     u16* out;
-    int tiles, experts, first_row, slabs, items;
+    int tiles, experts, slabs, items;
     i64 x_stride, w_expert, s_expert, g_expert, g_row, out_stride;
 };
+
+// A block's item of each round, with SHIFT in another place of it: of an expert's two tiles the first is
+// full and the second is not, and a block would meet but one kind where rounds have whole pairs.
+DEVICE int item_of(const Arguments& t, int round) {
+    return round * gridDim.x + (SHIFT ? (blockIdx.x + round * t.slabs) % gridDim.x : blockIdx.x);
+}
 
 DEVICE u32 entry_of(const Arguments& t, int item) {
     return ((const u32*)(memory + TABLE_AT))[item / t.slabs];
@@ -237,9 +244,9 @@ DEVICE void copy_all(const Arguments& t, int tid) {
     const int part = tid & 15, first = tid >> 4;
     const u32 base = shared_address(memory);
     const u32 to_tokens = base + (part >> 3) * (NT * 128) + first * 128 + (((part ^ first) & 7) << 4);
-    int stage = 0, turn = 1, count = 0;
+    int stage = 0, turn = 1;
 #pragma unroll 1
-    for (int item = blockIdx.x; item < t.items; item += gridDim.x, count++) {
+    for (int count = 0, item = blockIdx.x; item < t.items; item = item_of(t, ++count)) {
         const u32 entry = entry_of(t, item);
         const int found = entry >> 16, slab = item % t.slabs;
         const i64 expert = entry & 0xFFFF;
@@ -252,9 +259,9 @@ DEVICE void copy_all(const Arguments& t, int tid) {
                 places[n] = (UP ? pair / TOP_K : pair) * (u32)(t.x_stride / 8);
             }
         const u8* codes = t.w + expert * t.w_expert +
-                          (i64)(t.first_row + matrix_row(slab, tid >> 2)) * W_ROW + (tid & 3) * 16;
+                          (i64)matrix_row(slab, tid >> 2) * W_ROW + (tid & 3) * 16;
         const u8* scales = t.scales + expert * t.s_expert +
-                           (i64)(t.first_row + matrix_row(slab, tid & ROWS - 1)) * S_ROW;
+                           (i64)matrix_row(slab, tid & ROWS - 1) * S_ROW;
         const u8* x = t.x + part * 16;
 #pragma unroll 1
         for (int step = 0; step < STEPS; step++) {
@@ -339,16 +346,14 @@ DEVICE void run(const Arguments& t, int item, int count, int& stage, int& turn) 
     }
 #pragma unroll
     for (int i = 0; i < N / 2; i++) settle(sums[i]);
-    // The sum over slots that still reads what is written here.
-    if (!UP && item == blockIdx.x) wait_for_previous();
     const u32 entry = entry_of(t, item);
     const int found = entry >> 16, slab = item % t.slabs;
     const int at_low = matrix_row(slab, low), at_high = matrix_row(slab, low + 8);
     float low_gain = UNSHIFT, high_gain = UNSHIFT;
     if (GAIN) {
         const float* const gains = t.gains + (entry & 0xFFFF) * t.g_expert;
-        low_gain *= gains[(t.first_row + at_low) * t.g_row];
-        high_gain *= gains[(t.first_row + at_high) * t.g_row];
+        low_gain *= gains[at_low * t.g_row];
+        high_gain *= gains[at_high * t.g_row];
     }
     const int* const listed = (const int*)(memory + LISTS_AT) + (count & 3) * NT;
     u8* const out = (u8*)(t.out + (UP ? slab * (ROWS / 2) + warp * 8 + g : at_low));
@@ -378,11 +383,10 @@ DEVICE void choose(const Arguments& t, int item, int count, int& stage, int& tur
     run<N>(t, item, count, stage, turn);
 }
 
-// `out` has columns of its own for rows first_row .. first_row + slabs * ROWS - 1 of the matrix.
 KERNEL(THREADS + MORE)
 experts(const u8* x, const int* plan, const u8* w, const u8* scales, const float* gains, u16* out,
-        int tiles, int experts, int first_row, int slabs, i64 x_stride, i64 w_expert, i64 s_expert,
-        i64 g_expert, i64 g_row, i64 out_stride) {
+        int tiles, int experts, int slabs, i64 x_stride, i64 w_expert, i64 s_expert, i64 g_expert,
+        i64 g_row, i64 out_stride) {
     const int tid = threadIdx.x;
     let_next_start();
     for (int tile = tid; tile < tiles; tile += THREADS + MORE) {
@@ -392,12 +396,9 @@ experts(const u8* x, const int* plan, const u8* w, const u8* scales, const float
         ((u32*)(memory + TABLE_AT))[tile] = expert | (found < NT ? found : NT) << 16;
     }
     const int used = plan[2 * experts - 1] + (plan[experts - 1] + NT - 1) / NT;
-    const Arguments t = {x, plan, w, scales, gains, out, tiles, experts, first_row, slabs,
+    const Arguments t = {x, plan, w, scales, gains, out, tiles, experts, slabs,
                          used * slabs, x_stride, w_expert, s_expert, g_expert, g_row, out_stride};
-    if ((int)blockIdx.x >= t.items) {
-        if (!UP) wait_for_previous();
-        return;
-    }
+    if ((int)blockIdx.x >= t.items) return;
     if (tid < STAGES) {
         const u32 filled = shared_address(memory + BARRIERS_AT) + 8 * tid;
         make_barrier(filled, MORE);
@@ -410,9 +411,9 @@ experts(const u8* x, const int* plan, const u8* w, const u8* scales, const float
         return;
     }
     take_registers<OWN>();
-    int stage = 0, turn = 0, count = 0;
+    int stage = 0, turn = 0;
 #pragma unroll 1
-    for (int item = blockIdx.x; item < t.items; item += gridDim.x)
-        choose<NT>(t, item, count++, stage, turn);
+    for (int count = 0, item = blockIdx.x; item < t.items; item = item_of(t, ++count))
+        choose<NT>(t, item, count, stage, turn);
 }
 #endif

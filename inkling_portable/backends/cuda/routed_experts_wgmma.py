@@ -1,7 +1,10 @@
 """The chosen experts of many tokens on Hopper: 4-bit weights through registers to WGMMA.
 
 `routed_experts_wgmma.cu` says how. Pairs are sorted by expert first; the columns of x are arranged
-as the kernel wants them in the memory of the output, which nothing else needs until the end.
+as the kernel wants them in the memory of the output, which nothing else needs until the end. What
+the second product writes for each pair, 604 MB for 8,192 tokens of the large model, is rounded to
+bfloat16, which the engine's kernels do too and the contract allows. Launches of a few columns each,
+whose results stay in the L2, cost more than memory does.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_portable.backends.cuda.compiled import Launch, kernel
+from inkling_portable.backends.cuda.compiled import kernel
 from inkling_portable.backends.triton._common import ceil_div, compute_units, next_power_of_2
 from inkling_portable.backends.triton.routed_experts import BLOCKS, Matrix
 from inkling_portable.backends.triton.routed_experts_sort import (
@@ -27,14 +30,8 @@ SOURCE = Path(__file__).with_name("routed_experts_wgmma.cu")
 CHUNK = 128  # columns of a step
 FROM = 256
 """Tokens from which this is faster than the kernels for fewer, on an H200."""
-TEMPORARY_BYTES = 62 << 20
-"""Bound of what lies between the two products and of what the second one writes for each pair.
-
-The latter is rounded to bfloat16, which the engine's kernels do too and the contract allows."""
 MOST_TILES = 1024
 """Tiles of a plan that a block can list."""
-FIRST_ROW, SUMS = 8, 3
-"""Arguments that differ between launches: of a product its first row, of a sum where it goes."""
 SHARED_BYTES = 228 << 10  # of an SM, 1,024 of them for each block's own ends
 
 
@@ -128,8 +125,7 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inter
 
     plan, count = make_plan(ids, experts, tiles(load, True).tokens, arrange)
 
-    def product(m: Matrix, source: Tensor, target: Tensor, first: int, last: int,
-                is_up: bool) -> Launch:  # fmt: skip
+    def product(m: Matrix, source: Tensor, target: Tensor, is_up: bool) -> None:
         how = tiles(load, is_up)
         w_expert, w_row, s_expert, s_row, g_expert, g_row = m.strides()
         stages, shared = how.shared(m)
@@ -138,36 +134,21 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inter
             "GAIN": int(m.gain is not None), "UP": int(is_up), "INTERLEAVED": int(interleaved),
             "HALF": m.rows // 2, "GROUPS": how.groups, "NT": how.tokens, "GRAIN": how.grain,
             "LEAST": how.least, "STAGES": stages, "RESIDENT": how.resident,
+            "SHIFT": int(load > how.tokens),
         }  # fmt: skip
-        slabs = (last - first) // (64 * how.groups)
-        return kernel(SOURCE, "experts", tuple(macros.items()), x.device.index).bind(
+        slabs = m.rows // (64 * how.groups)
+        kernel(SOURCE, "experts", tuple(macros.items()), x.device.index).launch(
             (min(count * slabs, how.resident * compute_units()), 1), 128 * how.groups + 128,
-            (source, plan, m.codes, m.scale, m.gain, target, count, experts, first, slabs,
+            (source, plan, m.codes, m.scale, m.gain, target, count, experts, slabs,
              source.stride(0), w_expert, s_expert, g_expert, g_row, target.stride(0)),
-            6, first > 0, shared)  # fmt: skip
+            6, False, shared)  # fmt: skip
 
     inner = torch.empty(pairs, down.inner, dtype=x.dtype, device=x.device)
-    product(up, out, inner, 0, up.rows, True)()
-    # Equal shares of columns, whole slabs each.
-    step = 64 * tiles(load, False).groups
-    most = max(step, (TEMPORARY_BYTES - inner.nbytes) // (pairs * 2) // step * step)
-    columns = ceil_div(width, ceil_div(width, most) * step) * step
-    parts = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
+    product(up, out, inner, True)
+    parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+    product(down, inner, parts, False)
     own = (("COMBINE", 1), ("TOP_K", top_k), ("BLOCK", BLOCKS[down.form]), ("RESIDENT", 1))
-    combine = kernel(SOURCE, "combine", own, x.device.index)
-    # A step that no graph replays has many of these launches, which its host would be late with:
-    # alike ones are prepared once, and only their place is changed.
-    alike: dict[tuple[int, bool], tuple[Launch, Launch]] = {}
-    for first in range(0, width, columns):
-        last = min(width, first + columns)
-        kind = last - first, first > 0
-        if kind not in alike:
-            adding = combine.bind((ceil_div(tokens * (last - first), 2048), 1), 256,
-                                  (parts, ids, weights, out, tokens, experts, last - first,
-                                   columns, out.stride(0)), 2, True)  # fmt: skip
-            alike[kind] = product(down, inner, parts, first, last, False), adding
-        multiply, add = alike[kind]
-        multiply.values[FIRST_ROW].value = first
-        add.values[SUMS].value = out.data_ptr() + first * out.element_size()
-        multiply()
-        add()
+    kernel(SOURCE, "combine", own, x.device.index).launch(
+        (ceil_div(tokens * width, 2048), 1), 256,
+        (parts, ids, weights, out, tokens, experts, width, width, out.stride(0)), 2, True,
+    )  # fmt: skip
