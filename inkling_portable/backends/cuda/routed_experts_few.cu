@@ -26,6 +26,9 @@ struct Of {
     static const int SLABS = (UP ? 2 * INNER : HIDDEN) / ROWS, PACKS = SLABS / WARPS_M;
     static const int W_ROW = UP ? W13_ROW : W2_ROW, S_ROW = UP ? S13_ROW : S2_ROW;
     static const int SHARE = KS / WARPS_K, CHUNKS = SHARE / CHUNK, PARTS_K = K / KS;
+    // Chunks of a stage whose tokens are held at once: of few tokens in the second product too, where
+    // each chunk would be waited for as long as all.
+    static const int HELD = UP || (CHUNKS <= 4 && LISTED == 64) ? CHUNKS : 1;
     // Rows that lie in memory without gaps come at once, others with pitches that keep the lanes of
     // a load apart.
     static const int S_BYTES = KS / BLOCK;
@@ -143,11 +146,12 @@ struct Share {
     int begin, slabs, found, padded, all;
     float inverse;
 };
-// Where the share begins of this block, or of the `next` one.
-DEVICE int start_of(i64 all, int next) {
+// Where the share begins of this block, or of the `next` one. In 32 bits, as a division of 64 takes a
+// fifth of a microsecond before the first weights are asked for.
+DEVICE int start_of(u32 all, int next) {
     // Blocks of one SM, as they are commonly laid out, are neighbours: their sum comes out even.
     const int units = gridDim.x / RESIDENT, at = blockIdx.x % units * RESIDENT + blockIdx.x / units;
-    return (at + next) * all / gridDim.x;
+    return (u32)(at + next) * all / gridDim.x;
 }
 DEVICE Share share_of(int found) {
     const int begin = start_of(Of<false>::SLABS, 0), slabs = start_of(Of<false>::SLABS, 1) - begin;
@@ -176,7 +180,7 @@ template <class P, class F, class G>
 DEVICE void walk(int found, F stage, G ended) {
     if (P::UP) {
         const int tiles = half_of(found), items = tiles * P::PACKS;
-        const i64 all = (i64)found * P::PACKS;
+        const int all = found * P::PACKS;
         for (int half = 0; half < 2; half++) {
             // Blocks with more items in one half have fewer in the other.
             int begin = start_of(items, 0), end = start_of(items, 1);
@@ -308,14 +312,15 @@ DEVICE void end_items(const Lists& lists, const Matrix& m, u16* out, const Hande
     });
 }
 
-// A chunk of what lies between the products.
+// Chunks of what lies between the products.
+template <int CHUNKS>
 DEVICE void load_tokens(uint4* held, const u16* from) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) held[i] = load_row(from + i * 32);
+    for (int i = 0; i < CHUNKS * 4; i++) held[i] = load_row(from + i * 32);
 }
 
-// Adds a stage's rows times up to 8 tokens. The first product's are `held`; of the second one's a chunk
-// is, and the others come from `tokens`. What is in shared memory is read once the stage is ready.
+// Adds a stage's rows times up to 8 tokens. They are `held`, or one chunk of them is and the others come
+// from `tokens`. What is in shared memory is read once the stage is ready.
 template <class P>
 DEVICE void multiply_stage(float (*sums)[2][4], const u16* tokens, uint4* held, const u8* row,
                            const u8* row_scales, u64* ready, int parity) {
@@ -326,8 +331,9 @@ DEVICE void multiply_stage(float (*sums)[2][4], const u16* tokens, uint4* held, 
         uint4 now[4], low[TILES], high[TILES];
         u32 low_scale[TILES][2], high_scale[TILES][2];
 #pragma unroll
-        for (int i = 0; i < 4; i++) now[i] = held[P::UP ? c * 4 + i : i];
-        if (!P::UP && c + 1 < P::CHUNKS) load_tokens(held, tokens + (c + 1) * CHUNK);
+        for (int i = 0; i < 4; i++) now[i] = held[P::HELD > 1 ? c * 4 + i : i];
+        if (P::HELD < P::CHUNKS && c + 1 < P::CHUNKS)
+            load_tokens<1>(held, tokens + (c + 1) * CHUNK);
 #pragma unroll
         for (int m = 0; m < TILES; m++) {
             low[m] = load_row(row + m * 16 * P::PITCH + c * (CHUNK / 2));
@@ -413,7 +419,7 @@ DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, 
     const Share own = share_of(lists.found);
     float* const parts = (float*)(ring + STAGES * STAGE);
     float sums[TILES][2][4], row_gains[TILES * 2];
-    uint4 held[4];
+    uint4 held[P::HELD * 4];
     // This warp's unit: a tile and which of the block's slabs; where its two tokens' sums go.
     int tile = warp, local = 0, places[2], seen = -1;
     const int first_half = half_of(lists.found);
@@ -433,7 +439,7 @@ DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, 
         const int owner = lists.owners[tile], expert = owner & 0xFFFF;
         const int first = lists.starts[expert] + (owner >> 16) * 8, left = lists.cursors[expert] - first;
         tokens = inner + lists.chosen[first + (g < left ? g : 0)] * (i64)INNER + quarter * 8;
-        load_tokens(held, tokens);
+        load_tokens<P::HELD>(held, tokens);
         for (int odd = 0; odd < 2; odd++) {
             const int at = quarter * 2 + odd;
             places[odd] = -1;
@@ -447,6 +453,9 @@ DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, 
     };
     look();
     int done = 0, end = own.padded;
+    const int outputs = pairs / TOP_K * ROWS;
+    // Few outputs are summed up at once, as waiting for each other takes longer.
+    const bool at_end = BUFFERS >= own.slabs && pairs <= 32;
     for (int unit = 0; unit < own.all; unit += WARPS) {
         for (int i = 0; i < TILES * 8; i++) sums[i / 8][i / 4 % 2][i % 4] = 0;
         for (int part = 0; part < P::PARTS_K; part++) {
@@ -462,7 +471,7 @@ DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, 
             advance(place);
             if (part == P::PARTS_K - 1) break;
             tokens += P::KS;
-            if (mine) load_tokens(held, tokens);
+            if (mine) load_tokens<P::HELD>(held, tokens);
         }
         for (int odd = 0; odd < 2; odd++)
             if (mine && places[odd] >= 0)
@@ -474,19 +483,21 @@ DEVICE void consume_down(const Lists& lists, const Matrix& m, const u16* inner, 
         // The next tokens come while others end this stage.
         tile += WARPS;
         look();
-        if (unit + WARPS < end) continue;
+        if (unit + WARPS < (at_end ? own.all : end)) continue;
         barrier_of(32 * WARPS);
-        for (; end <= unit + WARPS && done < own.slabs; end += own.padded, done++) {
-            const float* const these = parts + done % BUFFERS * pairs * ROWS;
-            for (int j = tid; j < pairs / TOP_K * ROWS; j += 32 * WARPS) {
-                float total = 0;
-                for (int s = 0; s < TOP_K; s++) {
-                    const int at = j / ROWS * TOP_K + s;
-                    if (lists.known[at]) total += these[at * ROWS + j % ROWS] * lists.factors[at];
-                }
-                out[j / ROWS * out_stride + (own.begin + done) * ROWS + j % ROWS] = to_bf16(total);
+        int ended = 0;
+        for (; end <= unit + WARPS && done + ended < own.slabs; end += own.padded) ended++;
+        for (int i = tid; i < ended * outputs; i += 32 * WARPS) {
+            const int slab = done + i / outputs, j = i % outputs;
+            const float* const these = parts + slab % BUFFERS * pairs * ROWS;
+            float total = 0;
+            for (int s = 0; s < TOP_K; s++) {
+                const int at = j / ROWS * TOP_K + s;
+                if (lists.known[at]) total += these[at * ROWS + j % ROWS] * lists.factors[at];
             }
+            out[j / ROWS * out_stride + (own.begin + slab) * ROWS + j % ROWS] = to_bf16(total);
         }
+        done += ended;
         if (BUFFERS < own.slabs) barrier_of(32 * WARPS);
     }
 }

@@ -22,6 +22,7 @@ from inkling_portable.backends.triton._common import (
     options,
     order_is_fixed,
     pdl,
+    target,
 )
 from inkling_portable.backends.triton.experts import (
     check_scores,
@@ -33,6 +34,7 @@ from inkling_portable.backends.triton.experts import (
 from inkling_portable.backends.triton.skinny_linear import (
     gated,
     one_row,
+    reading,
     row_sums,
     row_tiling,
 )
@@ -43,18 +45,19 @@ def _gated_kernel(
     x, gate, w13, logits, inner, bias, global_scale, weights, ids, gammas, arrived, gate_stride,
     w13_stride, columns, route_scale, H: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
     TOP_K: tl.constexpr, EP: tl.constexpr, AP: tl.constexpr, GATES: tl.constexpr,
-    EACH: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    EACH: tl.constexpr, BK: tl.constexpr, GATE_EACH: tl.constexpr, GATE_HELD: tl.constexpr,
+    ONCE: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """GATES programs with EACH rows of the gate, then some with EACH of the sinks' `columns`.
+    """GATES programs with GATE_EACH rows of the gate, then some with EACH of the sinks' `columns`.
 
     `arrived` is a zero, and one again at the end.
     """
     program = tl.program_id(0)
     if program < GATES:
-        n = program * EACH + tl.arange(0, EACH)
+        n = program * GATE_EACH + tl.arange(0, GATE_EACH)
         sums = row_sums(
-            x, gate, gammas, program * EACH, E + S, gate_stride, 0, x.dtype.element_ty,
-            H, H, EACH, BK, False, PDL,
+            x, gate, gammas, program * GATE_EACH, E + S, gate_stride, 0, x.dtype.element_ty,
+            H, H, GATE_EACH, BK, GATE_HELD, False, ONCE, TOGETHER, PDL,
         )  # fmt: skip
         tl.store(logits + n, sums, mask=n < E + S)
         tl.debug_barrier()
@@ -69,12 +72,18 @@ def _gated_kernel(
             tl.store(arrived, 0)
     else:
         first = (program - GATES) * EACH
-        sums = row_sums(
+        gate_up = row_sums(
             x, w13, gammas, first, columns, w13_stride, 0, x.dtype.element_ty,
-            H, H, EACH, BK, False, PDL,
+            H, H, EACH, BK, 1, False, ONCE, TOGETHER, PDL,
         )  # fmt: skip
         i = first // 2 + tl.arange(0, EACH // 2)
-        tl.store(inner + i, gated(sums, x.dtype.element_ty, EACH), mask=i < columns // 2)
+        tl.store(inner + i, gated(gate_up, x.dtype.element_ty, EACH), mask=i < columns // 2)
+
+
+def gate_tiling(hidden: int, each: int, block: int) -> tuple[int, int]:
+    """(gate rows of a program, blocks asked for early): on Hopper gates have all of theirs when x
+    comes, so that experts are chosen while the sinks' rows are still read."""
+    return (1, ceil_div(hidden, block)) if target().arch == "sm90" else (each, 1)
 
 
 def check_gated(
@@ -106,14 +115,16 @@ def gated_sinks(
     inner = new(1, sinks * double // 2, dtype=torch.float32)
     stacked = w13.reshape(sinks * double, hidden)
     each, block, warps = row_tiling(hidden, sinks * double)
-    gates = ceil_div(experts + sinks, each)
+    gate_each, held = gate_tiling(hidden, each, block)
+    gates = ceil_div(experts + sinks, gate_each)
     _gated_kernel[(gates + ceil_div(sinks * double, each),)](
         x, gate, stacked, logits, inner, bias, global_scale, weights, ids, gammas,
         arrivals(x.device, "gated_sinks"), gate.stride(0), stacked.stride(0), sinks * double,
         route_scale,
         H=hidden, E=experts, S=sinks, TOP_K=top_k, EP=next_power_of_2(experts),
         AP=next_power_of_2(top_k + sinks), GATES=gates, EACH=each, BK=block,
-        PDL=pdl(), **options(num_warps=warps),
+        GATE_EACH=gate_each, GATE_HELD=held, PDL=pdl(), **reading(),
+        **options(num_warps=warps),
     )  # fmt: skip
     out = torch.empty_like(x)
     one_row(inner, w2, out, w2.stride(0), double // 2, gammas=gammas)

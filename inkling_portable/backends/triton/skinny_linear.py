@@ -7,6 +7,8 @@ are added in a fixed order by a second launch, so results do not depend on timin
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -31,32 +33,54 @@ from inkling_portable.backends.triton._common import (
 def row_sums(
     x, weight, gammas, first, columns, weight_stride, segment_stride, dtype: tl.constexpr,
     K: tl.constexpr, SEGMENT: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr,
-    WEIGHED: tl.constexpr, PDL: tl.constexpr,
+    HELD: tl.constexpr, WEIGHED: tl.constexpr, ONCE: tl.constexpr, TOGETHER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x [K] times rows `first` to `first + EACH` of the matrix -> [EACH] float32.
 
     Column k of row n is at n * weight_stride + (k // SEGMENT) * segment_stride + k % SEGMENT.
-    WEIGHED, x is float32, multiplied by gammas[k // SEGMENT] and then rounded to `dtype`.
+    WEIGHED, x is float32, multiplied by gammas[k // SEGMENT] and then rounded to `dtype`. The
+    first HELD blocks of BK columns are asked for before x is waited for. TOGETHER neighbouring
+    columns are added up at once: those of one thread, whose registers then hold the matrix and not
+    sums. ONCE is how the matrix leaves the caches: what it drives out of them, code too, the next
+    kernels fetch again.
     """
     n = first + tl.arange(0, EACH)
     inner = tl.arange(0, BK)
     live = (n < columns)[:, None]
     rows_of_matrix = n.to(tl.int64)[:, None] * weight_stride
-    total = tl.zeros((EACH, BK), dtype=tl.float32)
+    total = tl.zeros((EACH, BK // TOGETHER), dtype=tl.float32)
+    held = ()
+    for start in tl.static_range(0, HELD * BK, BK):
+        k = start + inner
+        place = ((k // SEGMENT).to(tl.int64) * segment_stride + k % SEGMENT)[None, :]
+        w = tl.load(
+            weight + rows_of_matrix + place, mask=live & (k < K)[None, :], other=0.0,
+            eviction_policy=ONCE,
+        )  # fmt: skip
+        held = held + (w,)  # type: ignore[assignment]  # noqa: RUF005
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for start in tl.static_range(0, K, BK):
         k = start + inner
         inside = k < K
-        place = rows_of_matrix
-        place += ((k // SEGMENT).to(tl.int64) * segment_stride + k % SEGMENT)[None, :]
-        w = tl.load(weight + place, mask=live & inside[None, :], other=0.0)
-        if PDL and start == 0:  # the matrix does not depend on what ran before; x does
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        if start < HELD * BK:
+            w = held[start // BK]
+        else:
+            place = ((k // SEGMENT).to(tl.int64) * segment_stride + k % SEGMENT)[None, :]
+            w = tl.load(
+                weight + rows_of_matrix + place, mask=live & inside[None, :], other=0.0,
+                eviction_policy=ONCE,
+            )  # fmt: skip
         value = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
         if WEIGHED:
             value *= tl.load(gammas + k // SEGMENT, mask=inside, other=0.0)
             value = value.to(dtype).to(tl.float32)
-        total += w.to(tl.float32) * value[None, :]
+        each = w.to(tl.float32) * value[None, :]
+        if TOGETHER > 1:
+            each = tl.sum(tl.reshape(each, (EACH, BK // TOGETHER, TOGETHER)), axis=2)
+        total += each
     return tl.sum(total, axis=1)
 
 
@@ -75,7 +99,8 @@ def gated(sums, dtype: tl.constexpr, EACH: tl.constexpr):
 def _row_kernel(
     x, weight, out, gammas, columns, x_stride, weight_stride, segment_stride, scale,
     K: tl.constexpr, SEGMENT: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr,
-    SWIGLU: tl.constexpr, GROUP: tl.constexpr, WEIGHED: tl.constexpr, PDL: tl.constexpr,
+    SWIGLU: tl.constexpr, GROUP: tl.constexpr, WEIGHED: tl.constexpr,
+    ONCE: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Row program_id(1) of x against EACH rows of the matrix; see `row_sums`.
 
@@ -86,7 +111,7 @@ def _row_kernel(
     row = tl.program_id(1).to(tl.int64)
     sums = row_sums(
         x + row * x_stride, weight, gammas, first, columns, weight_stride, segment_stride,
-        out.dtype.element_ty, K, SEGMENT, EACH, BK, WEIGHED, PDL,
+        out.dtype.element_ty, K, SEGMENT, EACH, BK, 1, WEIGHED, ONCE, TOGETHER, PDL,
     )  # fmt: skip
     if SWIGLU:
         i = first // 2 + tl.arange(0, EACH // 2)
@@ -194,18 +219,27 @@ FIXED_ROWS = 1024
 """Rows of one launch in fixed order, where every tile's inner dimension passes through memory."""
 
 
+def reading() -> dict[str, Any]:
+    """How `row_sums` reads its matrix: in the way that was measured on Hopper, there."""
+    hopper = target().arch == "sm90"
+    return {"ONCE": "evict_first" if hopper else "", "TOGETHER": 8 if hopper else 1}
+
+
 def row_tiling(inner: int, columns: int) -> tuple[int, int, int]:
     """(matrix rows of a program, inner block, warps) for one row of x.
 
-    About 24 KiB of matrix in flight for each program and several programs for each unit; where one
-    for each unit is enough, they ask for most of it before they wait for x.
+    Several programs for each unit, on Hopper as many small ones as are there at a time; where one
+    for each unit is enough, they ask for most of the matrix before they wait for x.
     """
     if target().vendor == "cuda":
         if columns <= 4 * compute_units():
             return 2, min(4096, next_power_of_2(inner)), 8
-        if inner >= 1024:
-            return (4, 2048, 8) if inner > 1024 else (8, 512, 4)
-    block = min(2048, next_power_of_2(inner))
+        if inner > 1024:
+            small = target().arch == "sm90" and columns <= 16 * compute_units()
+            return (2, 2048, 4) if small else (4, 2048, 8)
+        if inner == 1024:
+            return 8, 512, 4
+    block = min(2048, max(8, next_power_of_2(inner)))
     each = max(2, min(16, next_power_of_2(8192 // max(inner, 1))))
     return each, block, 4
 
@@ -295,8 +329,9 @@ def one_row(
     each, block, warps = row_tiling(inner, columns)
     _row_kernel[(ceil_div(columns, each), 1)](
         x, weight, out, gammas, columns, x.stride(0), weight.stride(-2), segment_stride, scale,
-        K=inner, SEGMENT=segment, EACH=each, BK=block, SWIGLU=group > 0, GROUP=max(1, group),
-        WEIGHED=gammas is not None and not group, PDL=pdl(), **options(num_warps=warps),
+        K=inner, SEGMENT=segment, EACH=each, BK=block, SWIGLU=group > 0,
+        GROUP=max(1, group), WEIGHED=gammas is not None and not group, PDL=pdl(), **reading(),
+        **options(num_warps=warps),
     )  # fmt: skip
 
 
