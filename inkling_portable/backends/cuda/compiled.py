@@ -227,7 +227,7 @@ def arch_of(device: int | None = None) -> str:
 
 def source_of(path: Path) -> str:
     """A source file with what it includes of the files beside it."""
-    return re.sub(r'^#include "(.*)"$', lambda m: (path.parent / m[1]).read_text(),
+    return re.sub(r'^#include "(.*)"$', lambda m: source_of(path.parent / m[1]),
                   path.read_text(), flags=re.MULTILINE)  # fmt: skip
 
 

@@ -14,11 +14,8 @@
 // Macros: ROWS 64, 128 or 192; TOKENS, at least the rows of x, a power of two from 16 to 128; PARTS;
 // STAGES of the matrix' ring and X_STAGES of the other.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
-typedef unsigned long long u64;
+#include "instructions.cu"
+#include "instructions_wgmma.cu"
 
 #define OWN (2 * ROWS)  // threads that multiply, then MORE that bring the matrix, then FEW for x
 #define MORE 128
@@ -33,35 +30,12 @@ typedef unsigned long long u64;
 #define BARRIERS_AT (RINGS > SUMS ? RINGS : SUMS)
 
 #ifndef ON_HOST
-#define DEVICE __device__ __forceinline__
 #define KERNEL(threads) \
     extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(threads, 1)
-extern __shared__ __align__(1024) u8 memory[];
-
-DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void copy16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from)
                  : "memory");
 }
-DEVICE void make_barrier(u32 at, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-DEVICE void arrive(u32 at) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
-DEVICE void arrive_with_copies(u32 at) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
-}
-// A thread waits for an even or odd turn of a barrier; turn -1 was before the first.
-DEVICE void await_turn(u32 at, int odd) {
-    asm volatile("{.reg .pred p;\n"
-                 "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-                 "@!p bra again;}" ::"r"(at), "r"(odd) : "memory");
-}
-DEVICE void finish_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// Shows what was copied to WGMMA.
-DEVICE void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-DEVICE void barrier() { __syncthreads(); }
 DEVICE void barrier_of_cluster() {
     if (PARTS == 1) return __syncthreads();
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
@@ -74,23 +48,6 @@ DEVICE float4 load_of(int part, u32 at) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at), "r"(part) : "memory");
     return v;
 }
-DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-DEVICE u32 to_bf16_pair(float low, float high) {
-    u32 v;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-    return v;
-}
-DEVICE float low_of(u32 pair) { return __uint_as_float(pair << 16); }
-DEVICE float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT>
-DEVICE void wait_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-DEVICE void settle(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
 // sums [64, TOKENS] += the 64 rows of sixteen columns that `a` describes times the TOKENS rows of `b`.
 template <int WIDE>

@@ -9,16 +9,10 @@
 // A code's bits moved to bit 6 of a bfloat16 are its value times 2^-126; the product with its block
 // scale, kept times 2^SHIFT, is exact in bfloat16. Sums are multiplied by 2^(126 - SHIFT) at the end.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
-typedef unsigned long long u64;
+#include "instructions.cu"
 
 #ifndef ON_HOST
-#define DEVICE __device__ __forceinline__
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, RESIDENT)
-#define SHARED __shared__
 
 // Read-only data that is used once: past the L1, so that activations stay there.
 DEVICE uint4 load_once(const void* p) {
@@ -86,23 +80,16 @@ DEVICE u32 lanes_with(int x) { return __match_any_sync(0xFFFFFFFFu, x); }
 DEVICE int ones(u32 x) { return __popc(x); }
 DEVICE void warp_barrier() { __syncwarp(); }
 DEVICE int add_shared(int* p, int x) { return atomicAdd(p, x); }
-DEVICE void barrier() { __syncthreads(); }
-DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 DEVICE u16 to_bf16(float x) {
     u32 v;
     asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(v) : "f"(x));
     return v;
 }
-// Programmatic dependent launch: the next kernel may start; the previous one has finished.
-DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // A barrier of some threads of a block.
 DEVICE void barrier_of(int threads) {
     asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
 // Barriers in shared memory that also count bytes on their way: a phase ends when all have arrived.
-#define DYNAMIC(name) extern __shared__ __align__(128) u8 name[]
-DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void start_phases(u64* b, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals)
                  : "memory");

@@ -5,18 +5,13 @@
 // once. Rows come through shared memory, STAGES of them on their way; a thread reads there only what
 // it has asked for itself.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
+#include "instructions.cu"
 
 #define THREADS (H / 8)
 #define WARPS (THREADS / 32)
 
 #ifndef ON_HOST
-#define DEVICE __device__ __forceinline__
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
-#define SHARED __shared__
 // Past the L1, which has no second use for it.
 DEVICE uint4 load_once(const void* p) {
     uint4 v;
@@ -24,9 +19,7 @@ DEVICE uint4 load_once(const void* p) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
-DEVICE void barrier() { __syncthreads(); }
 DEVICE float inverse_root(float x) { return rsqrtf(x); }
-#define DYNAMIC(name) extern __shared__ __align__(128) u8 name[]
 DEVICE void copy_own(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                  ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
@@ -37,15 +30,6 @@ template <int LEFT>
 DEVICE void await_own() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 // What is kept from row to row is kept in pairs, or registers would not suffice.
 DEVICE void keep(u32& pair) { asm volatile("" : "+r"(pair)); }
-DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
-DEVICE float low_of(u32 pair) { return as_float(pair << 16); }
-DEVICE float high_of(u32 pair) { return as_float(pair & 0xFFFF0000u); }
-DEVICE u32 to_bf16_pair(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
 DEVICE float sum_of_warp(float x) {
     for (int step = 16; step; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
     return x;
