@@ -8,8 +8,9 @@
 
 Variants: the plugin, the engine's own model as shipped (off), and that model with its split
 heuristic enabled where it ships switched off (off-split). All layers, dummy weights, routers drawn
-after the start (`serving_rank.py`), vLLM's offline engine in this process, CUDA graphs. A step's
-time is the period of the engine's steps while all requests decode, the median of many; a profile
+after the start (`serving_rank.py`), vLLM's offline engine in this process, or with `--own-process`
+in one of its own, where what it says is read beside the next step, CUDA graphs. A step's time is
+the period of the engine's steps while all requests decode, the median of many; a profile
 has such a period too, taken before. A rank alone exchanges nothing: the estimate for eight adds 132
 exchanges, and says so. The file is written anew after every case.
 """
@@ -339,6 +340,7 @@ def row(case: str, seconds: list[float], floor_us: float, tp: int) -> dict[str, 
     median = statistics.median(seconds) * 1e3
     found = {"case": case, "ms": round(median, 4), "fastest ms": round(min(seconds) * 1e3, 4),
              "slowest ms": round(max(seconds) * 1e3, 4), "samples": len(seconds),
+             "mean ms": round(statistics.mean(seconds) * 1e3, 4),
              "floor ms": round(floor_us / 1e3, 4)}  # fmt: skip
     if tp > 1 and case.startswith("decode"):
         found["ms with exchanges, estimated"] = round(median + EXCHANGES * EXCHANGE_US / 1e3, 3)
@@ -367,10 +369,11 @@ def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
                       for kind, sizes in plan if kind == "decode"}  # fmt: skip
             return {"variant": options.variant, "drafts": options.drafts,
                     "plan": [name_of(*case) for case in plan], "floors ms": totals}  # fmt: skip
+        own_process = getattr(options, "own_process", False)  # which no profiler here looks into
         if options.variant == "off-split":
             enable_splits()
         served = Served(Path(scratch) / "rank", options, longest)
-        model = served.llm.apply_model(lambda model: type(model).__module__)[0]
+        model = served.llm.apply_model(serving_rank.module_of)[0]
         if ("inkling_portable" in model) != (options.variant == "plugin"):
             raise SystemExit(f"{options.variant} was to be measured; {model} serves")
         compilation = served.llm.llm_engine.vllm_config.compilation_config
@@ -387,7 +390,7 @@ def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
         for kind, sizes in plan:
             if kind in ("decode", "profile"):
                 floor = floors(*sizes)
-                done = served.decode(*sizes, profiled=kind == "profile")
+                done = served.decode(*sizes, profiled=kind == "profile" and not own_process)
                 rows.append(row(f"decode {text(sizes)}", done.seconds, sum(floor.values()), tp))
                 rows[-1] |= {"tokens a step": round(done.tokens, 2), "distinct": done.distinct}
                 if done.profile:
@@ -399,7 +402,7 @@ def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
                 rows.append(
                     row(f"prefill {text(sizes)}", times, sum(floors(*sizes, 0).values()), tp)
                 )
-                if sizes[0] <= 8192:
+                if sizes[0] <= 8192 and not own_process:
                     rows[-1]["profile"] = served.profile(1, partial(served.prefill, sizes[0], 0))
                     rows[-1]["profile"]["floors us"] = {}
             else:
@@ -475,14 +478,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seqs", type=int, default=64, metavar="N", help="requests at once, most")
     parser.add_argument("--bandwidth", type=float, default=BANDWIDTH["H200"], metavar="B/s")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
+    parser.add_argument(
+        "--own-process",
+        action="store_true",
+        help="the engine in a process of its own, as a server has it; no profiles",
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would run")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     cases(options.cases, CASES)
     if options.all:
         return run_all(argv, options)
+    if options.own_process and options.variant == "off-split":
+        parser.error("--own-process leaves out off-split, which is enabled in this process")
     # Read when the engine is imported.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(options.own_process))
+    if options.own_process:
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions, for apply_model
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["INKLING_PORTABLE"] = options.ask if options.variant == "plugin" else "off"
     report: dict[str, Any] = {"environment": None, "results": []}

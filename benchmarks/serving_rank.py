@@ -87,6 +87,11 @@ def draw_routers(model: torch.nn.Module) -> int:
     return found
 
 
+def module_of(model: torch.nn.Module) -> str:
+    """Where a served model is defined: whether it is ours."""
+    return type(model).__module__
+
+
 def watch_routers(model: torch.nn.Module) -> None:
     """Note in every router of a served model, ours or the engine's, what the next rows choose."""
 

@@ -166,6 +166,8 @@ def test_the_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     ]  # fmt: skip
     with pytest.raises(SystemExit):
         serving.main(["--cases", "decoding"])
+    with pytest.raises(SystemExit):  # its splits are enabled in this process
+        serving.main(["--own-process", "--variant", "off-split"])
     options = type("Options", (), {"all_drafts": [1, 8]})
     assert serving.passes(options) == [  # type: ignore[arg-type]
         ("plugin", 0), ("off", 0), ("off-split", 0), ("plugin", 1), ("plugin", 8), ("off", 1),
