@@ -168,6 +168,17 @@ def test_steps_run_in_parts_that_change_no_bit(
         assert torch.equal(provider(**arguments), plain)
 
 
+def test_no_part_is_longer_than_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One choice of a narrow expert leaves room for more tokens than a grid's second axis has."""
+    parts: list[int] = []
+    monkeypatch.setattr(module, "_run", lambda x, *_: parts.append(len(x)))
+    monkeypatch.setattr(module.wgmma, "takes", lambda *_: False)
+    arguments = case("nvfp4", 1, 6, 1, 128, 128)
+    OFFER.load()(**{k: v.expand(70_000, -1) if k in ("x", "ids", "weights") else v
+                    for k, v in arguments.items()})  # fmt: skip
+    assert parts == [35_000, 35_000]
+
+
 def test_what_the_kernels_do_not_take_goes_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     handed: list[str] = []
 

@@ -168,16 +168,19 @@ def test_long_sums_of_hopper_are_put_together_outside() -> None:
 
 
 def test_one_row_as_hopper_reads_it() -> None:
-    """More rows than units have programs, an end within a block, and gates with all of theirs."""
+    """More rows than units have programs, an end within a block, and gates with all of theirs;
+    rows of fewer columns than are added up at once."""
     x, wide = (fill((n, 2600), torch.bfloat16, "normal", n) for n in (1, 41))
     w13, w2 = wide[:40].view(2, 20, 2600), fill((2, 2600, 10), torch.bfloat16, "small", 2)
     products = {"x": x, "weight": wide}
     together = {"x": x, "gate": fill((12, 2600), torch.bfloat16, "small", 3), "w13": w13, "w2": w2,
                 "bias": torch.zeros(10), "global_scale": torch.ones(1), "top_k": 3,
                 "route_scale": 8.0}  # fmt: skip
+    narrow = {"x": x[:, :3], "weight": wide[:9, :3]}
     small = replace(Target.parse("h200"), compute_units=4)
     with launching_for(small), dependent_launch(False):
-        for op, given in (("skinny_linear", products), ("gated_sinks", together)):
+        for op, given in (("skinny_linear", products), ("gated_sinks", together),
+                          ("gate_logits", narrow)):  # fmt: skip
             assert not disagreements(contract(op), provider(op), given), op
 
 

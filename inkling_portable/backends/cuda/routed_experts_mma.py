@@ -34,6 +34,7 @@ CHUNK = 128  # columns that the kernels take at a time
 INNER_BYTES = 38 << 20
 PARTS_BYTES = 24 << 20
 """Bounds of what lies between the two products, and of what the second one writes for each pair."""
+MOST_TOKENS = 65_534  # of one launch: they are the second axis of a grid, with one more program
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def routed_experts(
         if act == "bf16" and aligned and fits(up, 128) and fits(down, 128):
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
             ids, weights = ids.contiguous(), weights.contiguous()
-            most = max(1, INNER_BYTES // (ids.shape[1] * down.inner * 2))
+            most = max(1, min(MOST_TOKENS, INNER_BYTES // (ids.shape[1] * down.inner * 2)))
             share = ceil_div(tokens, ceil_div(tokens, most))
             for start in range(0, tokens, share):
                 part = slice(start, start + share)

@@ -231,15 +231,16 @@ def row_tiling(inner: int, columns: int) -> tuple[int, int, int]:
     Several programs for each unit, on Hopper as many small ones as are there at a time; where one
     for each unit is enough, they ask for most of the matrix before they wait for x.
     """
+    whole = max(8, next_power_of_2(inner))  # what `reading` adds up at once, at least
     if target().vendor == "cuda":
         if columns <= 4 * compute_units():
-            return 2, min(4096, next_power_of_2(inner)), 8
+            return 2, min(4096, whole), 8
         if inner > 1024:
             small = target().arch == "sm90" and columns <= 16 * compute_units()
             return (2, 2048, 4) if small else (4, 2048, 8)
         if inner == 1024:
             return 8, 512, 4
-    block = min(2048, max(8, next_power_of_2(inner)))
+    block = min(2048, whole)
     each = max(2, min(16, next_power_of_2(8192 // max(inner, 1))))
     return each, block, 4
 
