@@ -267,11 +267,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> (routed partial [T, H], sink partial [T, H])."""
         if 0 < x.shape[0] <= self.most_together:
-            gate, sinks = self.gate, self.sink_experts
-            logits, weights, ids, second = self.ops.gated_sinks(
-                x, gate.weight, gate.bias, gate.global_scale, self.top_k, self.route_scale,
-                sinks.w13_weight, sinks.w2_weight,
-            )  # fmt: skip
+            logits, weights, ids, second = self._gated(x)
             return self._experts(x, logits, weights, ids), second
         logits, weights, ids, gammas = self._score(x)
         # Both read many bytes for few rows, and neither alone keeps a GPU's memory busy.
@@ -285,10 +281,23 @@ class MoE(nn.Module):
         """All but the routed experts by itself, if those are the engine's; then the whole."""
         calls = [Call(lambda ids, positions, rows: self(rows), engine=not self.own)]
         if not self.own:
-            calls.append(
-                Call(lambda ids, positions, rows: self.sink_experts(rows, self._score(rows)[3]))
-            )
+            calls.append(Call(lambda ids, positions, rows: self._beside(rows)))
         return calls
+
+    def _beside(self, x: Tensor) -> None:
+        """What stands beside the engine's experts, in parts, and at once where a step has it."""
+        self.sink_experts(x, self._score(x)[3])
+        if 0 < x.shape[0] <= self.most_together:
+            self._gated(x)
+
+    def _gated(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [T, H] -> (logits, weights and ids of the chosen experts, sink partial [T, H])."""
+        gate, sinks = self.gate, self.sink_experts
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = self.ops.gated_sinks(
+            x, gate.weight, gate.bias, gate.global_scale, self.top_k, self.route_scale,
+            sinks.w13_weight, sinks.w2_weight,
+        )  # fmt: skip
+        return found
 
     def _score(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [T, H] -> (logits, weights and ids of the chosen experts, sinks' weights [T, S])."""

@@ -124,10 +124,13 @@ class Settings:
 
     def together(self, op: str, *parts: str) -> bool:
         """Whether `op` serves in place of `parts`: a function, of whoever has all of these, or has
-        all but those that are Triton's, of which it is composed."""
-        chosen = self.chosen()
-        whole = {chosen[op]} | ({("triton",)} if chosen[op] == ("wgmma",) else set())
-        return getattr(self.ops(), op) is not None and all(chosen[part] in whole for part in parts)
+        all but those that are Triton's, of which it is composed, without being asked for."""
+        chosen, asked = self.chosen(), dict(self.requests)
+        beside = ("triton",) if chosen[op] == ("wgmma",) else chosen[op]
+        return getattr(self.ops(), op) is not None and all(
+            chosen[part] == chosen[op] or (chosen[part] == beside and part not in asked)
+            for part in parts
+        )
 
     def per_rank(self, geometry: AttentionGeometry) -> tuple[int, int]:
         """(query heads, KV heads) of one rank."""

@@ -68,6 +68,16 @@ def test_contract(op: str, rows: int, hidden: int, how: Tiles, monkeypatch: pyte
     assert not disagreements(contract(op), function, given)
 
 
+@pytest.mark.usefixtures("alone")
+def test_narrow_gammas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads float32: others become that."""
+    monkeypatch.setattr(module, "tiles", lambda *_: Tiles(64, 2, 4, 2))
+    given = arguments("sink_experts", 16, 256, 64, True)
+    narrow = given["gammas"].to(BF16)
+    wide = module.sink_experts(**{**given, "gammas": narrow.float()})
+    assert torch.equal(module.sink_experts(**{**given, "gammas": narrow}), wide)
+
+
 def test_every_setting_fits() -> None:
     """The rings into an SM, parts into what a cluster may be."""
     for inner in (64, 384, 768, 1024, 2048, 4096, 6144):

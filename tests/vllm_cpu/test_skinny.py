@@ -128,21 +128,24 @@ def test_who_gets_it(chip: str, facts: dict[str, Any], asked: dict[str, str], ou
     assert (op is not None) == ours
 
 
-@pytest.mark.parametrize(("whole", "gate", "route", "sinks", "together"), [
-    ("triton", "triton", "triton", "triton", True),
-    ("triton", "wgmma", "triton", "triton", False),
-    ("wgmma", "wgmma", "triton", "wgmma", True),
-    ("wgmma", "triton", "triton", "wgmma", True),
-    ("wgmma", "wgmma", "reference", "wgmma", False),
-    ("reference", "triton", "triton", "reference", False),
+@pytest.mark.parametrize(("whole", "gate", "route", "sinks", "asked", "together"), [
+    ("triton", "triton", "triton", "triton", "gate_logits", True),
+    ("triton", "wgmma", "triton", "triton", "", False),
+    ("wgmma", "wgmma", "triton", "wgmma", "gate_logits", True),
+    ("wgmma", "triton", "triton", "wgmma", "", True),
+    ("wgmma", "triton", "triton", "wgmma", "gate_logits", False),
+    ("wgmma", "wgmma", "triton", "triton", "sink_experts", False),
+    ("wgmma", "wgmma", "reference", "wgmma", "", False),
+    ("reference", "triton", "triton", "reference", "", False),
 ])  # fmt: skip
 def test_gate_and_sinks_are_one_op_of_whoever_has_all(
-    whole: str, gate: str, route: str, sinks: str, together: bool
+    whole: str, gate: str, route: str, sinks: str, asked: str, together: bool
 ) -> None:
     """What was asked for by name is not passed over; what wgmma is composed of is Triton's."""
     chosen = {"gated_sinks": (whole,), "gate_logits": (gate,), "route": (route,),
               "sink_experts": (sinks,)}  # fmt: skip
     ops = SimpleNamespace(gated_sinks=len)
-    settings = SimpleNamespace(chosen=lambda: chosen, ops=lambda: ops)
+    requests = ((asked, chosen[asked][0]),) if asked else ()
+    settings = SimpleNamespace(chosen=lambda: chosen, ops=lambda: ops, requests=requests)
     parts = ("gate_logits", "route", "sink_experts")
     assert Settings.together(settings, "gated_sinks", *parts) == together  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from importlib import import_module
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -87,6 +88,21 @@ def test_experts_of_each_format_run(
         assert own and len(model.warm_up_calls()) == before + own
 
     engines().on_model(run)
+
+
+def test_what_stands_beside_the_engines_experts_runs_alone() -> None:
+    """Those of data-parallel ranks are not warmed up; gate and sinks are, at once and in parts."""
+    moe: Any = MoE.__new__(MoE)
+    torch.nn.Module.__init__(moe)
+    moe.own, moe.most_together, moe.top_k, moe.route_scale = False, 4, 2, 1.0
+    moe.ops, moe.gate, moe.sink_experts = MagicMock(), MagicMock(), MagicMock()
+    moe.ops.route.return_value = ("weights", "ids", "gammas")
+    whole, beside = moe.warm_up_calls()
+    assert whole.engine and not beside.engine
+    for rows in (torch.zeros(4, 8), torch.zeros(5, 8)):
+        beside.run(None, None, rows)
+        moe.sink_experts.assert_called_with(rows, "gammas")
+    assert [len(call.args[0]) for call in moe.ops.gated_sinks.call_args_list] == [4]
 
 
 @pytest.mark.parametrize("most", [1, 5, 80, 81, 8192, 10_000])

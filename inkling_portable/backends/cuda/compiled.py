@@ -77,7 +77,7 @@ def nvrtc() -> ctypes.CDLL:
     except OSError as error:
         raise CompileError(
             f"needs libnvrtc.so.{major} to compile CUDA kernels; found none ({error}); install "
-            "nvidia-cuda-nvrtc or ask for routed_experts=triton"
+            "nvidia-cuda-nvrtc or ask for triton where `explain` shows mma, rows or wgmma"
         ) from None
 
 

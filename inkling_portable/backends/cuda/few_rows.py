@@ -182,7 +182,7 @@ def sink_experts(x: Tensor, w13: Tensor, w2: Tensor, gammas: Tensor) -> Tensor:
     check_shapes("sink_experts", "x TH=, w13 SDH=, w2 SHI=, gammas TS", x, w13, w2, gammas,
                  D=2 * w2.shape[2])  # fmt: skip
     y = x.new_empty(len(x), sinks * double // 2)
-    product(x, stacked, y, gammas=gammas.contiguous(), group=double // 2)
+    product(x, stacked, y, gammas=gammas.float().contiguous(), group=double // 2)
     return product(y, w2, torch.empty_like(x), w2.stride(0), sinks)
 
 
