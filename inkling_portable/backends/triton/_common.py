@@ -77,7 +77,9 @@ def pdl() -> bool:
     """The value of the kernels' PDL constant for the launch target.
 
     A kernel that is launched with it must call `gdc_wait` before it reads what another kernel
-    wrote, or writes what another may still read.
+    wrote, or writes what another may still read. What it reads ahead of that must be older than
+    the last kernel before it that waits first and then lets the next one start: the other way
+    round, as `few_rows.cu` has it, says nothing of what came before.
     """
     global _asked
     machine = target()
