@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from inkling_portable import __version__
+from inkling_portable.backends.hand_over import alone
 from inkling_portable.inputs import SeededDraw
 from inkling_portable.registry import Facts, Offer, Op, SelectionError, choose, contract, table
 from inkling_portable.target import Target
 
 VARIABLE = "INKLING_PORTABLE_SELF_TEST"
-SEEDS = 20
+SEEDS = 40
 """Draws to look through for one that the kernel serves and that has rows in it."""
 
 T = TypeVar("T")
@@ -147,10 +148,11 @@ def try_offer(offer: Offer, target: Target, facts: Facts) -> str | None:
 
     op, last = contract(offer.op), "no drawn input has rows"
     with _plain_defaults():
-        for arguments in _drawn(op, facts):
+        for itself, arguments in _attempts(op, facts):
             device = "cpu" if target.vendor == "cpu" else "cuda"
             try:
-                reports = disagreements(op, offer.load(), arguments, device)
+                with alone(itself):
+                    reports = disagreements(op, offer.load(), arguments, device)
             except ValueError as refused:  # a shape or format that this kernel leaves to others
                 last = str(refused)
                 continue
@@ -168,6 +170,13 @@ def _drawn(op: Op, facts: Facts) -> Iterator[dict[str, Any]]:
             yield arguments
 
 
+def _attempts(op: Op, facts: Facts) -> Iterator[tuple[bool, dict[str, Any]]]:
+    """Draws for the kernel itself, then, where it takes none, those that it leaves to others."""
+    for itself in (True, False):
+        for arguments in _drawn(op, facts):
+            yield itself, arguments
+
+
 def _make_ready(offers: Sequence[Offer], target: Target, facts: Facts) -> None:
     """Compile what their tests launch, side by side. What goes wrong here shows in the test."""
     if len(offers) < 2 or target.lib("triton") is None:
@@ -177,9 +186,10 @@ def _make_ready(offers: Sequence[Offer], target: Target, facts: Facts) -> None:
 
     with compiled_ahead(max(1, min(16, (os.cpu_count() or 1) // facts.tp))), _plain_defaults():
         for offer in offers:
-            for arguments in _drawn(contract(offer.op), facts):
+            for itself, arguments in _attempts(contract(offer.op), facts):
                 try:
-                    run_op(offer.load(), contract(offer.op), arguments, device="cuda")
+                    with alone(itself):
+                        run_op(offer.load(), contract(offer.op), arguments, device="cuda")
                 except ValueError:
                     continue  # a shape that this kernel leaves to others
                 except Exception:

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from inkling_portable import self_test
 from inkling_portable.agreement import disagreements
 from inkling_portable.backends.cuda import OFFERS
 from inkling_portable.backends.cuda import few_rows as module
 from inkling_portable.backends.cuda.few_rows import Tiles
 from inkling_portable.inputs import SeededDraw
-from inkling_portable.registry import check_schema, contract
+from inkling_portable.registry import Facts, check_schema, contract
 from tests.anywhere.test_routed_experts_mma import HostKernel, build
 
 __all__ = ["build"]
@@ -106,3 +107,26 @@ def test_what_does_not_fit_goes_to_triton(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(module.skinny_linear(**wide).float(), want, atol=0.1, rtol=0.02)
     with pytest.raises(ValueError, match="gate_logits: weight needs axes EH with E = 4, H = 128"):
         module.gate_logits(torch.zeros(2, 128, dtype=BF16), torch.zeros(4, 192, dtype=BF16))
+
+
+@pytest.mark.parametrize("op", sorted(OFFER))
+def test_the_self_test_reaches_the_kernel_itself(
+    op: str, build: Callable[..., HostKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draws that another kernel computes would say that this one agrees where it cannot run."""
+    built: list[str] = []
+
+    def noting(*given: Any) -> HostKernel:
+        built.append(given[1])
+        return build(*given)
+
+    monkeypatch.setattr(module, "kernel", noting)
+    facts = Facts(dtype="bfloat16", head_dim=128)
+    for itself, drawn in self_test._attempts(contract(op), facts):
+        try:
+            with self_test.alone(itself):
+                assert not disagreements(contract(op), OFFER[op].load(), drawn, "cpu")
+        except ValueError:
+            continue
+        break
+    assert itself and built

@@ -296,18 +296,10 @@ def engine_config(folder: Path, **speculative: Any) -> Any:
     ).create_engine_config()
 
 
-def test_more_drafts_than_depths_stop_the_start(
-    engines: Callable[..., Engine], checkpoint: Path
-) -> None:
-    from vllm.config import set_current_vllm_config
-
-    from inkling_portable.model.inkling import InklingForCausalLM
-
-    engines(block_size=16)  # its process groups serve the module too
-    config = engine_config(checkpoint, num_speculative_tokens=4)
+def test_more_drafts_than_depths_stop_the_start(checkpoint: Path) -> None:
     sentence = "drafting 4 tokens .* needs as many MTP depths; the checkpoint has 2; .* at most 2"
-    with set_current_vllm_config(config), pytest.raises(ValueError, match=sentence):
-        InklingForCausalLM(vllm_config=config)
+    with pytest.raises(ValueError, match=sentence):
+        engine_config(checkpoint, num_speculative_tokens=4)
     with pytest.raises(ValueError, match=r"num_speculative_tokens:3 must be divisible by .*2"):
         engine_config(checkpoint, num_speculative_tokens=3)
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_portable.backends.cuda.compiled import kernel
+from inkling_portable.backends.hand_over import hand_over
 from inkling_portable.backends.triton import experts
 from inkling_portable.backends.triton import gated_sinks as one_row
 from inkling_portable.backends.triton import skinny_linear as linear
@@ -148,6 +149,7 @@ def gated_sinks(
     (sinks, double, width), rows, experts = w13.shape, len(x), len(bias)
     stacked, group = w13.reshape(sinks * double, width), double // 2
     if not (fits(x, stacked) and fits(x, w2) and fits(x, gate)) or double % 128 or width % 64:
+        hand_over("gated_sinks")
         return one_row.gated_sinks(x, gate, bias, global_scale, top_k, route_scale, w13, w2)
     one_row.check_gated(x, gate, bias, global_scale, top_k, w13, w2)
     logits, weights = (x.new_empty(rows, n, dtype=torch.float32) for n in (experts + sinks, top_k))
@@ -166,6 +168,7 @@ def gated_sinks(
 def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     """See the contract."""
     if not fits(x, weight):
+        hand_over("gate_logits")
         return experts.gate_logits(x, weight)
     check_rows("gate_logits", x=x, weight=weight)
     check_shapes("gate_logits", "x TH=, weight EH=", x, weight)
@@ -177,6 +180,7 @@ def sink_experts(x: Tensor, w13: Tensor, w2: Tensor, gammas: Tensor) -> Tensor:
     sinks, double, width = w13.shape
     stacked = w13.reshape(sinks * double, width)
     if not (fits(x, stacked) and fits(x, w2)) or double % 128 or width % 64:
+        hand_over("sink_experts")
         return experts.sink_experts(x, w13, w2, gammas)
     check_rows("sink_experts", x=x, w13=w13, w2=w2, gammas=gammas)
     check_shapes("sink_experts", "x TH=, w13 SDH=, w2 SHI=, gammas TS", x, w13, w2, gammas,
@@ -190,6 +194,7 @@ def skinny_linear(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """See the contract."""
     linear.check_skinny(x, weight)
     if scale != 1.0 or not fits(x, weight) or weight.shape[0] % 4 or weight.shape[0] > WIDEST:
+        hand_over("skinny_linear")
         if scale == 1.0 and x.shape[0] > 16:
             return torch.nn.functional.linear(x, weight)
         return linear.skinny_linear(x, weight, scale)
