@@ -369,7 +369,7 @@ def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
                       for kind, sizes in plan if kind == "decode"}  # fmt: skip
             return {"variant": options.variant, "drafts": options.drafts,
                     "plan": [name_of(*case) for case in plan], "floors ms": totals}  # fmt: skip
-        own_process = getattr(options, "own_process", False)  # which no profiler here looks into
+        own_process = options.own_process  # which no profiler here looks into
         if options.variant == "off-split":
             enable_splits()
         served = Served(Path(scratch) / "rank", options, longest)

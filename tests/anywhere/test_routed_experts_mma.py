@@ -7,7 +7,7 @@ macros that its launcher chose.
 import ctypes
 import subprocess
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,11 @@ class HostKernel:
         self.library = library
         library.launch.restype = None
 
-    def bind(self, grid: tuple[int, int], threads: int, args: Any, wide: int, dependent: bool,
-             shared: int = 0, together: bool = False) -> compiled.Launch:  # fmt: skip
+    def launch(self, grid: tuple[int, int], threads: int, args: Any, wide: int, dependent: bool,
+               shared: int = 0, together: bool = False) -> None:  # fmt: skip
         assert shared <= 227 << 10
-        values, pointers = compiled.packed(args, wide)
-        return compiled.Launch(values, partial(self.library.launch, *grid, threads, pointers))
-
-    def launch(self, *args: Any) -> None:
-        self.bind(*args)()
+        values = compiled.packed(args, wide)
+        self.library.launch(*grid, threads, values.pointers)
 
 
 @pytest.fixture(scope="module")

@@ -37,8 +37,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, module: Any, run: Any, tokens: int
 
     def noted(path: Any, name: str, macros: Any, device: Any) -> Any:
         found.append((path, name, macros))
-        bound = compiled.Launch([SimpleNamespace(value=0)] * 16, lambda: 0)
-        return SimpleNamespace(launch=lambda *_: None, bind=lambda *_: bound)
+        return SimpleNamespace(launch=lambda *_: None)
 
     monkeypatch.setattr(module, "kernel", noted)
     monkeypatch.setattr(module, "make_plan", lambda *_: (torch.empty(0, device="meta"), 64))

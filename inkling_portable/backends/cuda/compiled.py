@@ -14,10 +14,8 @@ import re
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,22 +138,9 @@ class Values:
         self.pointers = (ctypes.c_void_p * len(numbers)).from_buffer(places)
 
 
-def packed(args: Sequence[Tensor | int | None], wide: int
-           ) -> tuple[Values, ctypes.Array[ctypes.c_void_p]]:  # fmt: skip
-    """(values, pointers to them) as a launch wants them: see `Kernel.launch`."""
-    values = Values([a if isinstance(a, int) else 0 if a is None else a.data_ptr() for a in args])
-    return values, values.pointers
-
-
-@dataclass
-class Launch:
-    """A launch, which can be made again while its tensors live."""
-
-    values: Values
-    run: Callable[[], int | None]
-
-    def __call__(self) -> None:
-        _check(self.run() or 0, "launching a kernel")
+def packed(args: Sequence[Tensor | int | None], wide: int) -> Values:
+    """Arguments as a launch wants them: see `Kernel.launch`. Its pointers are good while it is."""
+    return Values([a if isinstance(a, int) else 0 if a is None else a.data_ptr() for a in args])
 
 
 class Kernel:
@@ -193,30 +178,27 @@ class Kernel:
             "counting blocks of an SM")  # fmt: skip
         return count.value
 
-    def bind(self, grid: tuple[int, int], threads: int, args: Sequence[Tensor | int | None],
-             wide: int, dependent: bool, shared: int = 0, together: bool = False
-             ) -> Launch:  # fmt: skip
-        """A launch on the current stream.
+    def launch(self, grid: tuple[int, int], threads: int, args: Sequence[Tensor | int | None],
+               wide: int, dependent: bool, shared: int = 0, together: bool = False
+               ) -> None:  # fmt: skip
+        """Launch on the current stream.
 
         Tensors go as pointers, None as a null pointer, numbers as 32 bits and the last `wide` of
         them as 64 bits. A `dependent` kernel may start before its predecessor on the stream ends;
         `shared` bytes are each block's beside what its source names. Blocks of a kernel that is
         launched `together` run at the same time, or none does.
         """
-        values, pointers = packed(args, wide)
         if ahead is not None:
-            return Launch(values, lambda: 0)
+            return
+        values = packed(args, wide)
         self._ask_for(shared)
         config = _Config(
             *grid, 1, threads, 1, 1, shared, torch.cuda.current_stream().cuda_stream,
             _begin[dependent], int(dependent) + int(together),
         )  # fmt: skip
         start = _driver().cuLaunchKernelEx
-        return Launch(values, partial(start, ctypes.byref(config), self._function, pointers, None))
-
-    def launch(self, *args: Any, **kwargs: Any) -> None:
-        """Launch once; the arguments are those of `bind`."""
-        self.bind(*args, **kwargs)()
+        status = start(ctypes.byref(config), self._function, values.pointers, None)
+        _check(status, "launching a kernel")
 
 
 def arch_of(device: int | None = None) -> str:
