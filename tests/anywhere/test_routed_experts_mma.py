@@ -7,7 +7,7 @@ macros that its launcher chose.
 import ctypes
 import subprocess
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,44 @@ def test_no_part_is_longer_than_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = case("nvfp4", 1, 6, 1, 128, 128)
     OFFER.load()(**{k: v.expand(70_000, -1) if k in ("x", "ids", "weights") else v
                     for k, v in arguments.items()})  # fmt: skip
-    assert parts == [35_000, 35_000]
+    assert parts == [65_532, 4_468]
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(6144, 384), (4096, 256), (4096, 128), (6144, 3072)])
+def test_no_step_needs_more_memory_than_the_longest(
+    monkeypatch: pytest.MonkeyPatch, hidden: int, inner: int
+) -> None:
+    """The engine counts that of the longest step it allows, and gives caches what is left. Parts
+    take kernels as a step of their length would, and their ids start as a whole tensor does."""
+    parts: list[tuple[int, bool]] = []
+
+    def taken(hopper: bool, x: Tensor, ids: Tensor, *_: Any) -> None:
+        assert ids.storage_offset() * ids.element_size() % 16 == 0
+        parts.append((len(x), hopper))
+
+    monkeypatch.setattr(module, "_run", partial(taken, False))
+    monkeypatch.setattr(module.wgmma, "run", partial(taken, True))
+    monkeypatch.setattr(module.torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+    shapes = (256, 2 * inner, hidden), (256, hidden, inner)
+    w, scales = (
+        [torch.empty(e, rows, columns // n, dtype=torch.uint8, device="meta")
+         for e, rows, columns in shapes]
+        for n in (2, 32)
+    )  # fmt: skip
+
+    def memory(tokens: int) -> int:
+        """Bytes beside the output: what lies between the products, and what the second writes."""
+        parts.clear()
+        x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta")
+        ids, weights = (torch.empty(tokens, 6, dtype=t, device="meta") for t in (torch.int32, None))
+        OFFER.load()(x, ids, weights, *w, *scales, None, None, "mxfp4", "bf16", True)
+        assert sum(rows for rows, _ in parts) == tokens
+        assert [hopper for _, hopper in parts] == [rows > 256 for rows, _ in parts]
+        return max(6 * rows * (2 * inner + 2 * hidden * hopper) for rows, hopper in parts)
+
+    needs = [memory(n) for n in (8192, 8644, 8648, 8900, 14_336, 14_340, 16_384, 17_289, 40_000)]
+    assert needs == sorted(needs)
 
 
 def test_what_the_kernels_do_not_take_goes_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:

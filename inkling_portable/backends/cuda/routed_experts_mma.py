@@ -8,6 +8,7 @@ the Triton kernels, which read the same layout.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,6 +143,18 @@ def fits(m: Matrix, rows: int) -> bool:
     return all(s % 16 == 0 for s in steps) and all(s % 2 == 0 for s in even)
 
 
+def part_most(top_k: int, inner: int, experts: int) -> int:
+    """Tokens of each part of a longer step but the last; parts of one size, so that no step needs
+    more memory than the longest, by which an engine counts.
+
+    Hopper's kernels, which need the most, take them all. Fours of tokens have ids at whole 16
+    bytes, so that a part launches what a step of its length does.
+    """
+    tiles = max(wgmma.MOST_TILES - experts, wgmma.MOST_TILES // 2)
+    pairs = min(INNER_BYTES // (inner * 2), tiles * wgmma.tiles(math.inf, True).tokens)
+    return max(4, min(MOST_TOKENS, pairs // top_k) // 4 * 4)
+
+
 def routed_experts(
     x: Tensor,
     ids: Tensor,
@@ -165,11 +178,11 @@ def routed_experts(
         if act == "bf16" and aligned and fits(up, 128) and fits(down, 128):
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
             ids, weights = ids.contiguous(), weights.contiguous()
-            most = max(1, min(MOST_TOKENS, INNER_BYTES // (ids.shape[1] * down.inner * 2)))
-            share = ceil_div(tokens, ceil_div(tokens, most))
-            for start in range(0, tokens, share):
-                part = slice(start, start + share)
-                long = share > few_most(down.inner) and wgmma.takes(ids[part], up, down)
+            most = part_most(ids.shape[1], down.inner, up.codes.shape[0])
+            for start in range(0, tokens, most):
+                part = slice(start, start + most)
+                count = min(most, tokens - start)
+                long = count > few_most(down.inner) and wgmma.takes(ids[part], up, down)
                 step = wgmma.run if long else _run
                 step(x[part], ids[part], weights[part], up, down, interleaved, out[part])
             return out
