@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.attention_cases import CASES, Case, arguments, faults
 from benchmarks.attention_peers import PEERS, peers
-from benchmarks.timing import copies, environment, median_us
+from benchmarks.timing import copies, environment, median_us, need_gpus
 from ci.cross_compile import compile_job, job, recorded
 from inkling_portable.backends.triton import rel_attention as kernel
 from inkling_portable.backends.triton import rel_attention_tuning as tuning
@@ -283,6 +283,7 @@ def main() -> None:
     parser.add_argument("--target", default="h200")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
+    need_gpus(parser)
     target = Target.parse(chosen.target)
     wanted = [] if chosen.no_peers else chosen.peers.split(",")
     parts = [p for p in chosen.cases.split(",") if p]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention_cases import CASES, Case, arguments, faults
-from benchmarks.timing import copies, environment, median_us
+from benchmarks.timing import copies, environment, median_us, need_gpus
 from inkling_portable.backends.triton import rel_attention as kernel
 from inkling_portable.backends.triton import rel_attention_fixed as fixed
 from inkling_portable.target import Target
@@ -62,6 +62,7 @@ def main() -> None:
     p.add_argument("--cases", default="", help="parts of case names, comma-separated; else a set")
     p.add_argument("--out", type=Path, help="JSON file, written after every case")
     options = p.parse_args()
+    need_gpus(p)
     parts = [x for x in options.cases.split(",") if x]
     chosen = [
         c for c in CASES if any(x in c.name for x in parts) or (not parts and c.name in NAMES)

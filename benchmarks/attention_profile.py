@@ -28,7 +28,7 @@ from benchmarks.attention import COPY_GBS, data_sets, own_plan
 from benchmarks.attention_cases import CASES, Case, arguments
 from benchmarks.small_ops_shapes import RANKS
 from benchmarks.small_ops_shapes import arguments as small_arguments
-from benchmarks.timing import environment, median_us
+from benchmarks.timing import environment, median_us, need_gpus
 from inkling_portable.backends.triton import rel_attention as kernel
 from inkling_portable.backends.triton.experts import gate_logits
 from inkling_portable.target import Target
@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, help="where to put all of ncu's numbers")
     parser.add_argument("--child", action="store_true", help="be what ncu looks at")
     chosen = parser.parse_args()
+    need_gpus(parser)
     wanted = [part for part in chosen.cases.split(";") if part]
     if chosen.child:
         child(wanted)

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.timing import environment, median_us
+from benchmarks.timing import environment, median_us, need_gpus
 from inkling_portable.agreement import disagreements
 from inkling_portable.backends.cuda import routed_experts_mma
 from inkling_portable.backends.triton import routed_experts as triton_experts
@@ -357,6 +357,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="to make ready --together")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    need_gpus(parser)
     started, results = time.perf_counter(), []
 
     def keep(row: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.timing import environment, median_us
+from benchmarks.timing import environment, median_us, need_gpus
 from inkling_portable.backends.cuda import incumbent
 from inkling_portable.backends.triton import lamport
 from inkling_portable.backends.triton.short_conv import conv_residual_norm as portable
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--hand-over", type=int, default=lamport.HAND_OVER)
     parser.add_argument("--out", default="")
     asked = parser.parse_args()
+    need_gpus(parser, max(1, asked.ranks))
     tokens = [int(n) for n in asked.tokens.split(",")]
     prompts = [int(n) for n in asked.prompts.split(",") if n]
     command = " ".join(["python", "-m", "benchmarks.ranks", *sys.argv[1:]])

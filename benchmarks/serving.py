@@ -487,10 +487,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     cases(options.cases, CASES)
-    if options.all:
-        return run_all(argv, options)
     if options.own_process and options.variant == "off-split":
         parser.error("--own-process leaves out off-split, which is enabled in this process")
+    if not (options.tiny or options.dry_run):
+        from benchmarks.timing import need_gpus
+
+        need_gpus(parser, instead=", or try it with --tiny")
+    if options.all:
+        return run_all(argv, options)
     # Read when the engine is imported.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(options.own_process))
     if options.own_process:

@@ -159,6 +159,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if not options.tiny:
+        from benchmarks.timing import need_gpus
+
+        need_gpus(parser, 2, ", or try it with --tiny")
     options.drafts, options.ranks, options.seqs = 0, 2, 64
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of this file, sent to workers

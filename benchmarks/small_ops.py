@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.small_ops_shapes import LAYERS, OPS, RANKS, Arguments, Rank, arguments
-from benchmarks.timing import copies, environment, median_us
+from benchmarks.timing import copies, environment, median_us, need_gpus
 from inkling_portable.agreement import disagreements
 from inkling_portable.backends.cuda import OFFERS as CUDA
 from inkling_portable.backends.triton import OFFERS
@@ -303,6 +303,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tune", action="store_true")
     chosen = parser.parse_args()
+    need_gpus(parser)
     rows_list = [int(n) for n in chosen.rows.split(",") if n]
     ranks = [RANKS[name] for name in chosen.ranks.split(",")]
     started, results = time.perf_counter(), []

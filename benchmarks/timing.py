@@ -6,6 +6,7 @@ in the captured graph works on its own copy of its data, and the copies exceed f
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import statistics
 import subprocess
@@ -53,6 +54,14 @@ def median_us(calls: Sequence[Callable[[], Any]], replays: int = 15, least: int 
     return statistics.median(times)
 
 
+def need_gpus(parser: argparse.ArgumentParser, count: int = 1, instead: str = "") -> None:
+    """End with one sentence and status 2 where there are fewer; none of them is touched."""
+    if (found := torch.cuda.device_count()) < count:
+        what = "a GPU" if count == 1 else f"{count} GPUs"
+        parser.exit(2, f"{parser.prog}: needs {what}; found {found or 'none'}; run it on a machine "
+                       f"that has {'one' if count == 1 else 'them'}{instead}\n")  # fmt: skip
+
+
 def environment() -> dict[str, Any]:
     """Date, device, versions, commit and command: what a figure is worth nothing without."""
     import triton
@@ -64,7 +73,7 @@ def environment() -> dict[str, Any]:
                              capture_output=True, text=True).stdout  # fmt: skip
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.device_count() else "none",
         "target": str(Target.detect()),
         "torch": torch.__version__,
         "triton": triton.__version__,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.timing import environment, median_us
+from benchmarks.timing import environment, median_us, need_gpus
 from inkling_portable.backends.reference import towers as reference
 from inkling_portable.backends.triton import towers as triton
 from inkling_portable.model import preprocess
@@ -228,6 +228,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    need_gpus(parser)
     widths = [int(width) for width in options.widths.split(",")]
     rows: list[dict[str, Any]] = []
 

@@ -1,16 +1,21 @@
-"""The script that times one rank of eight: its model, its floors, and what it calls a kernel."""
+"""The script that times one rank of eight: its model, its floors, and what it calls a kernel.
+
+And what every benchmark says without a GPU.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import serving, serving_rank
+from benchmarks import serving, serving_rank, timing
 from inkling_portable.commands.released_configs import released
 from inkling_portable.draft_costs import step_bytes
 from inkling_portable.model.config import parse
@@ -178,3 +183,31 @@ def test_the_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 def test_busy_time_counts_what_overlaps_once() -> None:
     assert serving.busy([]) == 0
     assert serving.busy([(0, 4), (1, 2), (3, 6), (8, 9), (9, 10)]) == 8
+
+
+BENCHMARKS = sorted(path for path in Path(serving.__file__).parent.glob("*.py")
+                    if "__main__" in path.read_text())  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    path.stem for path in BENCHMARKS if path.stem not in ("nano", "soak")  # serve on a CPU as well
+])  # fmt: skip
+def test_without_a_gpu_one_sentence_says_so(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is compiled, loaded or started."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: int(name == "serving_pair"))
+    monkeypatch.setattr("sys.argv", [name])
+    main = import_module(f"benchmarks.{name}").main
+    with pytest.raises(SystemExit) as ended:
+        main(*[[]] * len(signature(main).parameters))
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    found = "needs 2 GPUs; found 1; " if name == "serving_pair" else "needs a GPU; found none; "
+    assert f"{name}: {found}run it on a machine that has " in line
+
+
+def test_a_report_from_a_cpu_says_that_no_gpu_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """portable-nano is asked on a CPU as well, for minutes before its report is written."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert timing.environment()["gpu"] == "none"
