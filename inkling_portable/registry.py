@@ -72,8 +72,17 @@ class Facts:
     batch_invariant: bool = False
     moe_backend: str = "auto"
     rocm_aiter: bool = True
-    gfx950_gluon: bool = True  # INKLING_GFX950_GLUON, vLLM's switch of its Gluon attention
+    gfx950_gluon: bool = True
     failed: tuple[tuple[str, str], ...] = ()
+
+
+def switches(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The facts that vLLM's switches of AITER and of its Gluon attention state, as vLLM reads them:
+    one is off unless set, the other on."""
+    return {
+        "rocm_aiter": environ.get("VLLM_ROCM_USE_AITER", "").lower() in ("true", "1"),
+        "gfx950_gluon": environ.get("INKLING_GFX950_GLUON", "1") == "1",
+    }
 
 
 MODELS = {

@@ -26,6 +26,7 @@ from inkling_portable.registry import (
     choose,
     parse_overrides,
     reference_warnings,
+    switches,
     unproven,
 )
 from inkling_portable.target import Target, TargetError
@@ -103,7 +104,7 @@ def facts_of(options: argparse.Namespace) -> Facts:
         kv_dtype=options.kv_cache_dtype,
         batch_invariant=options.batch_invariant,
         moe_backend=options.moe_backend,
-        gfx950_gluon=os.environ.get("INKLING_GFX950_GLUON", "1") == "1",
+        **switches(os.environ),
     )
 
 

@@ -44,6 +44,7 @@ from inkling_portable.registry import (
     Resolved,
     SelectionError,
     resolve,
+    switches,
 )
 from inkling_portable.target import Target
 
@@ -223,8 +224,7 @@ def _facts(vllm_config: VllmConfig, text: TextConfig, tp: int, weights: str) -> 
         kv_dtype=str(vllm_config.cache_config.cache_dtype),
         batch_invariant=bool(int(os.environ.get("VLLM_BATCH_INVARIANT") or 0)),
         moe_backend=str(getattr(kernel, "moe_backend", None) or "auto"),
-        rocm_aiter=os.environ.get("VLLM_ROCM_USE_AITER", "1") not in ("0", "false", "False"),
-        gfx950_gluon=os.environ.get("INKLING_GFX950_GLUON", "1") == "1",
+        **switches(os.environ),
     )
     for name, known in MODELS.items():
         same = ("hidden", "heads", "kv_heads", "local_heads", "local_kv_heads", "expert_width")

@@ -132,6 +132,18 @@ def test_off_says_that_nothing_is_chosen(
     assert "vLLM's own model serves" in capsys.readouterr().out
 
 
+def test_vllms_switch_of_aiter_counts_as_in_a_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = "mi355x+triton=3.6.0+vllm=0.33.0+amd-aiter=0.1.16"
+    asked = ["explain", "--target", target, "--weights", "mxfp4", "--moe-backend", "aiter"]
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    assert main(asked) == 0
+    monkeypatch.delenv("VLLM_ROCM_USE_AITER")
+    assert main(asked) != 0
+    assert "VLLM_ROCM_USE_AITER is not 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("target", ["h200", "mi300x", "b200+triton=3.6.0+vllm=0.33.0"])
 def test_nothing_is_said_twice(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     """An op may have several rows of one provider, which are refused for the same reason."""

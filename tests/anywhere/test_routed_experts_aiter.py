@@ -24,7 +24,14 @@ from inkling_portable import formats
 from inkling_portable.agreement import disagreements
 from inkling_portable.backends.rocm import OFFERS, routed_experts_aiter
 from inkling_portable.inputs import fill
-from inkling_portable.registry import Facts, SelectionError, check_schema, choose, contract
+from inkling_portable.registry import (
+    Facts,
+    SelectionError,
+    check_schema,
+    choose,
+    contract,
+    switches,
+)
 from inkling_portable.target import Target
 
 OP = contract("routed_experts")
@@ -185,5 +192,12 @@ def test_moe_backend_aiter_gets_aiter_or_a_sentence() -> None:
             decided(f"mi300x{libraries}")
     # A version says nothing of a build without tags; what its source offers does.
     assert decided("mi300x+amd-aiter=0.1+aiter-a16w4")["aiter"] == "chosen"
-    with pytest.raises(SelectionError, match="VLLM_ROCM_USE_AITER=0"):
-        decided(f"mi300x{served}", rocm_aiter=False)
+    # vLLM's kernels of AITER's are off unless that is set: its own layer would fail while loading.
+    for value, on in (("1", True), ("True", True), ("", False), ("0", False), ("yes", False)):
+        assert switches({"VLLM_ROCM_USE_AITER": value})["rocm_aiter"] is on
+    facts = switches({})
+    for chip in ("mi300x", "mi355x"):
+        with pytest.raises(SelectionError, match="aiter: VLLM_ROCM_USE_AITER is not 1; set it"):
+            decided(f"{chip}{served}", **facts)
+    with pytest.raises(SelectionError, match="engine: VLLM_ROCM_USE_AITER is not 1, without"):
+        decided(f"mi355x{served}", **facts)

@@ -10,11 +10,12 @@ def aiter_a16w4(target: Target, facts: Facts) -> str | None:
     A described machine states a version at most, so there 0.1.16, the first with both, stands for
     it.
     """
+    missing = needs(amd_aiter=">=0.1.16")(target, facts)
+    if missing and "aiter-a16w4" not in target.features:
+        return missing
     if not facts.rocm_aiter:
-        return "VLLM_ROCM_USE_AITER=0 is set; unset it or ask for routed_experts=triton"
-    if "aiter-a16w4" in target.features:
-        return None
-    return needs(amd_aiter=">=0.1.16")(target, facts)
+        return "VLLM_ROCM_USE_AITER is not 1; set it to 1 or ask for routed_experts=triton"
+    return None
 
 
 def switched_on(target: Target, facts: Facts) -> str | None:
