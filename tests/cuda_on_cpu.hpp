@@ -284,6 +284,7 @@ DEVICE void wait_products() {
     mine.erase(mine.begin(), mine.begin() + n);
 }
 DEVICE void settle(float& x) {}
+DEVICE void settle(u32& x) {}
 
 static int held_ints[fibers::MOST];
 DEVICE u32 lanes_with(int x) {

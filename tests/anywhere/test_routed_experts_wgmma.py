@@ -38,12 +38,14 @@ def provider(build: Callable[..., HostKernel], monkeypatch: pytest.MonkeyPatch
     ("nvfp4", 41, 768, 128, Tiles(2, 16, 16, 16, 4), Tiles(2, 16, 16, 16, 3)),
     ("mxfp4", 10, 256, 256, Tiles(4, 16, 16, 16, 3), Tiles(2, 16, 16, 16, 4)),
     ("nvfp4", 5, 256, 128, Tiles(2, 32, 16, 16, 5), Tiles(4, 32, 16, 16, 4)),
+    ("nvfp4", 75, 768, 384, Tiles(3, 64, 16, 16, 3, 1, 2), Tiles(3, 64, 16, 16, 3, 1, 2, 2)),
+    ("mxfp4", 30, 768, 384, Tiles(2, 64, 16, 32, 4, 1, 2), Tiles(2, 64, 16, 16, 4, 1, 2, 3)),
 ])  # fmt: skip
 def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, form: str,
                   rows: int, hidden: int, inner: int, up: Tiles, down: Tiles) -> None:  # fmt: skip
     """Foreign ids, an expert with all tokens, several tiles and slabs, whose rounds shift in
     the first case, both orders of rows."""
-    monkeypatch.setattr(module, "tiles", lambda _, is_up: up if is_up else down)
+    monkeypatch.setattr(module, "tiles", lambda _load, is_up, _wide=False: up if is_up else down)
     arguments = case(form, rows, 5, 3, hidden, inner, seed=rows)
     arguments["ids"][:, 0] = 3
     arguments["ids"][0] = torch.tensor([-1, 5, 2])

@@ -32,4 +32,6 @@ DEVICE void wait_products() {
 }
 // What reads `x` from here on stays behind the wait before.
 DEVICE void settle(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+// What is made of `x` is made here, not kept from before.
+DEVICE void settle(u32& x) { asm volatile("" : "+r"(x)); }
 #endif

@@ -18,11 +18,16 @@
 // of each 128, column 32 q + 8 i + 4 e + c stands at 32 i + 8 c + 2 q + e. The first product writes
 // for the second one in that order.
 //
+// Wide tiles are two halves of tokens, each with sums of its own, so that a decoded fragment serves
+// both. Where all columns of a tile's tokens fit, a block keeps them (RUN slabs of rows one after the
+// other), and only codes come through the ring.
+//
 // Macros: K columns; W_ROW and S_ROW bytes of a row of codes and of scales; TOP_K; BLOCK codes of a
 // scale (16: E4M3, 32: E8M0); GAIN 1 if there are global scales; UP 1 for the first product, of which
-// INTERLEAVED is 1 if gate and up rows alternate, else HALF is the rows of each; GROUPS 2 or 4
-// warpgroups; NT tokens of a tile; N is the next one of NT, NT - GRAIN, .. LEAST; STAGES; RESIDENT
-// blocks of an SM at least; SHIFT 1 where experts have two tiles. With COMBINE 1, only TOP_K, BLOCK and
+// INTERLEAVED is 1 if gate and up rows alternate, else HALF is the rows of each; GROUPS 2 to 4
+// warpgroups; NT tokens of a tile in HALVES 1 or 2; N of the last half is the next one of its most, that
+// less GRAIN, .. LEAST; STAGES; RUN slabs of an item, 1 where tokens go through the ring; RESIDENT
+// blocks of an SM at least; TURN 1 where experts have two tiles. With COMBINE 1, only TOP_K, BLOCK and
 // RESIDENT.
 
 #include "routed_experts_common.cu"
@@ -158,19 +163,22 @@ typedef u8 Scale;
 
 // Registers of a thread at first, of one that copies, and of one that multiplies.
 #define EVEN (65536 / (RESIDENT * (THREADS + MORE)) / 8 * 8)
-#define FEW (GROUPS == 4 ? 64 : RESIDENT == 1 ? 72 : 48)
+#define FEW (GROUPS == 4 ? 64 : GROUPS == 3 ? 56 : RESIDENT == 1 ? 72 : 48)
 #define OWN (EVEN + (EVEN - FEW) / GROUPS / 8 * 8)
-static_assert(GROUPS == 2 || GROUPS == 4, "what a block has must suffice for what its threads take");
-static_assert(STAGES <= 3 * STEPS, "four lists are as many as the ring runs into");
+static_assert(GROUPS * OWN + FEW <= 65536 / 128 / RESIDENT, "what a block has must suffice");
+static_assert(STAGES <= 3 * STEPS * RUN, "four lists are as many as the ring runs into");
 
-// Shared memory: tokens' columns, codes, scales, pairs of four items, two barriers of each stage, and of
-// each tile its expert and 2^16 times the pairs it has.
+// Shared memory: tokens' columns, codes, scales, pairs of four items, two barriers of each stage and one
+// of each step whose tokens stay, and of each tile its expert and 2^16 times the pairs it has.
 #define TOKEN_BYTES (NT * CHUNK * 2)
-#define CODES_AT (STAGES * TOKEN_BYTES)
+#define KEPT (RUN > 1)
+#define CODES_AT ((KEPT ? STEPS : STAGES) * TOKEN_BYTES)
 #define SCALES_AT (CODES_AT + STAGES * ROWS * CHUNK / 2)
 #define LISTS_AT (SCALES_AT + STAGES * ROWS * SCALE_BYTES)
 #define BARRIERS_AT (LISTS_AT + 4 * NT * 4)
-#define TABLE_AT (BARRIERS_AT + 16 * STAGES)
+#define KEPT_AT (BARRIERS_AT + 16 * STAGES)
+#define TABLE_AT (KEPT_AT + KEPT * 8 * STEPS)
+#define WIDE (NT / HALVES)  // tokens of a half
 
 // Row of the matrix that is fragment row `row` of slab `slab`. Rows g and g + 8 of a warp are those of
 // its lanes: neighbours; or gate and up of what stands at place 8 * warp + g of the arranged output.
@@ -188,18 +196,18 @@ struct Arguments {
     const u8 *w, *scales;
     const float* gains;
     u16* out;
-    int tiles, experts, slabs, items;
+    int tiles, experts, slabs, runs, items;
     i64 x_stride, w_expert, s_expert, g_expert, g_row, out_stride;
 };
 
-// A block's item of each round, with SHIFT in another place of it: of an expert's two tiles the first is
+// A block's item of each round, with TURN in another place of it: of an expert's two tiles the first is
 // full and the second is not, and a block would meet but one kind where rounds have whole pairs.
 DEVICE int item_of(const Arguments& t, int round) {
-    return round * gridDim.x + (SHIFT ? (blockIdx.x + round * t.slabs) % gridDim.x : blockIdx.x);
+    return round * gridDim.x + (TURN ? (blockIdx.x + round * t.runs) % gridDim.x : blockIdx.x);
 }
 
 DEVICE u32 entry_of(const Arguments& t, int item) {
-    return ((const u32*)(memory + TABLE_AT))[item / t.slabs];
+    return ((const u32*)(memory + TABLE_AT))[item / t.runs];
 }
 
 // Asks for one step after the other, of one item after the other. Of 128 threads each copies a
@@ -212,48 +220,68 @@ DEVICE void copy_all(const Arguments& t, int tid) {
 #pragma unroll 1
     for (int count = 0, item = blockIdx.x; item < t.items; item = item_of(t, ++count)) {
         const u32 entry = entry_of(t, item);
-        const int found = entry >> 16, slab = item % t.slabs;
+        const int found = entry >> 16, start = item % t.runs * RUN;
         const i64 expert = entry & 0xFFFF;
-        const int* const pairs = t.plan + 3 * t.experts + t.tiles + item / t.slabs * NT;
-        u32 places[NT / 8];  // in units of sixteen bytes
+        const int* const pairs = t.plan + 3 * t.experts + t.tiles + item / t.runs * NT;
+        // Where rows of x begin, in units of sixteen bytes, or which rows, two in a word.
+        u32 places[NT / 8 / HALVES];
+        const u32 stride = t.x_stride / 8;
 #pragma unroll
-        for (int n = 0; n < NT / 8; n++)
-            if (first + n * 8 < found) {
-                const int pair = pairs[first + n * 8];
-                places[n] = (UP ? pair / TOP_K : pair) * (u32)(t.x_stride / 8);
-            }
-        const u8* codes = t.w + expert * t.w_expert +
-                          (i64)matrix_row(slab, tid >> 2) * W_ROW + (tid & 3) * 16;
-        const u8* scales = t.scales + expert * t.s_expert +
-                           (i64)matrix_row(slab, tid & ROWS - 1) * S_ROW;
+        for (int n = 0; n < NT / 8; n++) {
+            const int token = first + n * 8, pair = token < found ? pairs[token] : 0;
+            const u32 place = (UP ? pair / TOP_K : pair) * (HALVES == 1 ? stride : 1);
+            places[n / HALVES] = n % HALVES ? places[n / HALVES] | place << 16 : place;
+        }
         const u8* x = t.x + part * 16;
+        const u8 *codes[GROUPS], *scales[(ROWS + MORE - 1) / MORE];
 #pragma unroll 1
-        for (int step = 0; step < STEPS; step++) {
+        for (int i = 0, step = 0; i < RUN * STEPS; i++, step++) {
+            if (step == STEPS) step = 0;
+            if (step == 0) {
+                const int slab = start + i / STEPS;
+#pragma unroll
+                for (int j = 0; j < GROUPS; j++)
+                    codes[j] = t.w + expert * t.w_expert + (tid & 3) * 16 +
+                               (i64)matrix_row(slab, j * 64 + (tid >> 2)) * W_ROW;
+#pragma unroll
+                for (int row = 0; row < ROWS; row += MORE)
+                    scales[row / MORE] = t.scales + expert * t.s_expert +
+                                         (i64)matrix_row(slab, row + tid % (ROWS - row)) * S_ROW;
+            }
+            const bool fresh = i < STEPS;
             const u32 filled = base + BARRIERS_AT + 8 * stage;
             await_turn(filled + 8 * STAGES, turn);
-            if (step == 0)
-                for (int i = tid; i < found; i += MORE)
-                    copy_few<4>(base + LISTS_AT + ((count & 3) * NT + i) * 4, pairs + i);
-            // Rows of a slab are as far apart as those of the first one.
+            if (KEPT && fresh) await_turn(base + KEPT_AT + 8 * step, ~count & 1);
+            if (i == 0)
+                for (int pair = tid; pair < found; pair += MORE)
+                    copy_few<4>(base + LISTS_AT + ((count & 3) * NT + pair) * 4, pairs + pair);
             const u32 to_codes = base + CODES_AT + stage * (ROWS * 64) + tid * 16;
+            // Of 64 rows the last 32 are as far from the first ones anywhere.
 #pragma unroll
             for (int row = 0; row < ROWS; row += 32)
-                copy16(to_codes + row * 64, codes + matrix_row(0, row) * W_ROW);
+                copy16(to_codes + row * 64,
+                       codes[row / 64] + step * (CHUNK / 2) + matrix_row(0, row % 64) * W_ROW);
             const u32 to_scales = base + SCALES_AT + (stage * ROWS + tid) * SCALE_BYTES;
 #pragma unroll
             for (int row = 0; row < ROWS; row += MORE)
-                if (ROWS >= MORE || tid < ROWS)
+                if (ROWS - row >= MORE || tid < ROWS - row)
                     copy_few<SCALE_BYTES>(to_scales + row * SCALE_BYTES,
-                                          scales + matrix_row(0, row) * S_ROW);
+                                          scales[row / MORE] + step * SCALE_BYTES);
             // Columns of no token keep what they have: no column touches another.
+            if (fresh) {
+                const u32 to = to_tokens + (KEPT ? step : stage) * TOKEN_BYTES;
 #pragma unroll
-            for (int n = 0; n < NT / 8; n++)
-                if (first + n * 8 < found)
-                    copy16(to_tokens + stage * TOKEN_BYTES + n * 1024, x + (u64)places[n] * 16);
+                for (int n = 0; n < NT / 8; n++) {
+                    u32 place = places[n / HALVES];
+                    if (HALVES == 2) {
+                        settle(place);
+                        place = (n % 2 ? place >> 16 : place & 0xFFFF) * stride;
+                    }
+                    if (first + n * 8 < found) copy16(to + n * 1024, x + (u64)place * 16);
+                }
+                x += CHUNK * 2;
+            }
             arrive_with_copies(filled);
-            codes += CHUNK / 2;
-            scales += SCALE_BYTES;
-            x += CHUNK * 2;
             if (++stage == STAGES) {
                 stage = 0;
                 turn ^= 1;
@@ -263,64 +291,11 @@ DEVICE void copy_all(const Arguments& t, int tid) {
     finish_copies();
 }
 
-// Computes one item whose pairs are in list `count`, of at most N tokens.
+// Writes the sums of N tokens, of which `found` exist; a lane has two rows, `out` is their place.
 template <int N>
-DEVICE void run(const Arguments& t, int item, int count, int& stage, int& turn) {
-    const int tid = threadIdx.x, lane = tid & 31, g = lane >> 2, quarter = lane & 3;
-    const int warp = tid >> 5, low = (warp >> 2) * 64 + (warp & 3) * 16 + g;
-    const u32 base = shared_address(memory);
-    // Rows of 128 bytes, eight of them 1,024 bytes apart from the next eight.
-    const u64 layout = (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16;
-    float sums[N / 2];
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) sums[i] = 0;
-#pragma unroll 1
-    for (int step = 0; step < STEPS; step++) {
-        const u32 filled = base + BARRIERS_AT + 8 * stage;
-        await_turn(filled, turn);
-        show_copies();
-        const u32 tokens = base + stage * TOKEN_BYTES;
-        const u8* const codes = memory + CODES_AT + (stage * ROWS + low) * 64 + quarter * 16;
-        const u8* const scales = memory + SCALES_AT + (stage * ROWS + low) * SCALE_BYTES +
-                                 quarter * sizeof(Scale);
-        const uint4 few = *(const uint4*)codes, more = *(const uint4*)(codes + 8 * 64);
-        u32 low_scale[2], high_scale[2];
-        decode_scales(*(const Scale*)scales, low_scale[0], low_scale[1]);
-        decode_scales(*(const Scale*)(scales + 8 * SCALE_BYTES), high_scale[0], high_scale[1]);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 near[4], far[4];
-            decode(word_of(few, i), low_scale[i / 2], near);
-            decode(word_of(more, i), high_scale[i / 2], far);
-            const u32 one[4] = {near[0], far[0], near[1], far[1]};
-            const u32 two[4] = {near[2], far[2], near[3], far[3]};
-            const u64 b = layout | (tokens + (i >> 1) * (NT * 128) + (i & 1) * 64) >> 4;
-            begin_products();
-            multiply<N>(sums, one, b);
-            multiply<N>(sums, two, b + 2);
-            close_products();
-            if (i < 3) wait_products<1>();
-            else wait_products<0>();
-        }
-        if (lane == 0) arrive(filled + 8 * STAGES);
-        if (++stage == STAGES) {
-            stage = 0;
-            turn ^= 1;
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) settle(sums[i]);
-    const u32 entry = entry_of(t, item);
-    const int found = entry >> 16, slab = item % t.slabs;
-    const int at_low = matrix_row(slab, low), at_high = matrix_row(slab, low + 8);
-    float low_gain = UNSHIFT, high_gain = UNSHIFT;
-    if (GAIN) {
-        const float* const gains = t.gains + (entry & 0xFFFF) * t.g_expert;
-        low_gain *= gains[at_low * t.g_row];
-        high_gain *= gains[at_high * t.g_row];
-    }
-    const int* const listed = (const int*)(memory + LISTS_AT) + (count & 3) * NT;
-    u8* const out = (u8*)(t.out + (UP ? slab * (ROWS / 2) + warp * 8 + g : at_low));
+DEVICE void write(const Arguments& t, const float (&sums)[N / 2], const int* listed, int found, u8* out,
+                  float low_gain, float high_gain) {
+    const int quarter = threadIdx.x & 3;
     const u32 stride = t.out_stride * 2;
 #pragma unroll
     for (int n = 0; n < N / 8; n++)
@@ -338,13 +313,85 @@ DEVICE void run(const Arguments& t, int item, int count, int& stage, int& turn) 
         }
 }
 
-template <int N>
-DEVICE void choose(const Arguments& t, int item, int count, int& stage, int& turn) {
-    if constexpr (N - GRAIN >= LEAST) {
-        if ((entry_of(t, item) >> 16) <= N - GRAIN)
-            return choose<N - GRAIN>(t, item, count, stage, turn);
+// Computes one slab of an item whose pairs are in list `count`: the first FULL of its tokens, a half or
+// none, and at most N others. After the `last` slab kept tokens may go.
+template <int FULL, int N>
+DEVICE void run(const Arguments& t, u32 entry, int slab, bool last, int count, int& stage, int& turn) {
+    const int tid = threadIdx.x, lane = tid & 31, g = lane >> 2, quarter = lane & 3;
+    const int warp = tid >> 5, low = (warp >> 2) * 64 + (warp & 3) * 16 + g;
+    const u32 base = shared_address(memory);
+    // Rows of 128 bytes, eight of them 1,024 bytes apart from the next eight.
+    const u64 layout = (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16;
+    float full[FULL ? FULL / 2 : 8], sums[N / 2];
+#pragma unroll
+    for (int i = 0; i < FULL / 2; i++) full[i] = 0;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) sums[i] = 0;
+#pragma unroll 1
+    for (int step = 0; step < STEPS; step++) {
+        const u32 filled = base + BARRIERS_AT + 8 * stage;
+        await_turn(filled, turn);
+        show_copies();
+        const u32 tokens = base + (KEPT ? step : stage) * TOKEN_BYTES;
+        const u8* const codes = memory + CODES_AT + (stage * ROWS + low) * 64 + quarter * 16;
+        const u8* const scales = memory + SCALES_AT + (stage * ROWS + low) * SCALE_BYTES +
+                                 quarter * sizeof(Scale);
+        const uint4 few = *(const uint4*)codes, more = *(const uint4*)(codes + 8 * 64);
+        u32 low_scale[2], high_scale[2];
+        decode_scales(*(const Scale*)scales, low_scale[0], low_scale[1]);
+        decode_scales(*(const Scale*)(scales + 8 * SCALE_BYTES), high_scale[0], high_scale[1]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u64 b = layout | (tokens + (i >> 1) * (NT * 128) + (i & 1) * 64) >> 4;
+            u32 near[4], far[4];
+            decode(word_of(few, i), low_scale[i / 2], near);
+            decode(word_of(more, i), high_scale[i / 2], far);
+            begin_products();
+#pragma unroll
+            for (int k = 0; k < 4; k += 2) {
+                const u32 a[4] = {near[k], far[k], near[k + 1], far[k + 1]};
+                if constexpr (FULL > 0) multiply<FULL>(full, a, b + k);
+                multiply<N>(sums, a, b + k + FULL * 8);
+            }
+            close_products();
+            if (i < 3) wait_products<1>();
+            else wait_products<0>();
+        }
+        if (lane == 0) {
+            arrive(filled + 8 * STAGES);
+            if (KEPT && last) arrive(base + KEPT_AT + 8 * step);
+        }
+        if (++stage == STAGES) {
+            stage = 0;
+            turn ^= 1;
+        }
     }
-    run<N>(t, item, count, stage, turn);
+#pragma unroll
+    for (int i = 0; i < FULL / 2; i++) settle(full[i]);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) settle(sums[i]);
+    const int at_low = matrix_row(slab, low), at_high = matrix_row(slab, low + 8);
+    float low_gain = UNSHIFT, high_gain = UNSHIFT;
+    if (GAIN) {
+        const float* const gains = t.gains + (entry & 0xFFFF) * t.g_expert;
+        low_gain *= gains[at_low * t.g_row];
+        high_gain *= gains[at_high * t.g_row];
+    }
+    const int* const listed = (const int*)(memory + LISTS_AT) + (count & 3) * NT;
+    u8* const out = (u8*)(t.out + (UP ? slab * (ROWS / 2) + warp * 8 + g : at_low));
+    const int found = entry >> 16;
+    if constexpr (FULL > 0) write<FULL>(t, full, listed, found, out, low_gain, high_gain);
+    write<N>(t, sums, listed + FULL, found - FULL, out, low_gain, high_gain);
+}
+
+template <int FULL, int N>
+DEVICE void choose(const Arguments& t, u32 entry, int slab, bool last, int count, int& stage,
+                   int& turn) {
+    if constexpr (N - GRAIN >= LEAST) {
+        if ((entry >> 16) <= FULL + N - GRAIN)
+            return choose<FULL, N - GRAIN>(t, entry, slab, last, count, stage, turn);
+    }
+    run<FULL, N>(t, entry, slab, last, count, stage, turn);
 }
 
 KERNEL(THREADS + MORE)
@@ -360,14 +407,17 @@ experts(const u8* x, const int* plan, const u8* w, const u8* scales, const float
         ((u32*)(memory + TABLE_AT))[tile] = expert | (found < NT ? found : NT) << 16;
     }
     const int used = plan[2 * experts - 1] + (plan[experts - 1] + NT - 1) / NT;
-    const Arguments t = {x, plan, w, scales, gains, out, tiles, experts, slabs,
-                         used * slabs, x_stride, w_expert, s_expert, g_expert, g_row, out_stride};
+    const int runs = slabs / RUN;
+    const Arguments t = {x, plan, w, scales, gains, out, tiles, experts, slabs, runs,
+                         used * runs, x_stride, w_expert, s_expert, g_expert, g_row, out_stride};
     if ((int)blockIdx.x >= t.items) return;
     if (tid < STAGES) {
         const u32 filled = shared_address(memory + BARRIERS_AT) + 8 * tid;
         make_barrier(filled, MORE);
         make_barrier(filled + 8 * STAGES, THREADS / 32);
     }
+    if (KEPT && tid < STEPS)
+        make_barrier(shared_address(memory + KEPT_AT) + 8 * tid, THREADS / 32);
     barrier();
     if (tid >= THREADS) {
         give_registers<FEW>();
@@ -377,7 +427,15 @@ experts(const u8* x, const int* plan, const u8* w, const u8* scales, const float
     take_registers<OWN>();
     int stage = 0, turn = 0;
 #pragma unroll 1
-    for (int count = 0, item = blockIdx.x; item < t.items; item = item_of(t, ++count))
-        choose<NT>(t, item, count, stage, turn);
+    for (int count = 0, item = blockIdx.x; item < t.items; item = item_of(t, ++count)) {
+        const u32 entry = entry_of(t, item);
+#pragma unroll 1
+        for (int i = 0, slab = item % t.runs * RUN; i < RUN; i++, slab++) {
+            if (HALVES == 2 && (entry >> 16) > WIDE)
+                choose<(HALVES - 1) * WIDE, WIDE>(t, entry, slab, i == RUN - 1, count, stage, turn);
+            else
+                choose<0, WIDE>(t, entry, slab, i == RUN - 1, count, stage, turn);
+        }
+    }
 }
 #endif

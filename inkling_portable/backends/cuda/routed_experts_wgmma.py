@@ -40,7 +40,9 @@ class Tiles:
     """Settings of one product.
 
     Warpgroups of 64 rows; tokens at most, of which an item takes the next of tokens,
-    tokens - grain, .. least; steps in shared memory at most; blocks of an SM.
+    tokens - grain, .. least; steps in shared memory at most; blocks of an SM; halves of the tokens
+    with sums of their own, and `grain` is of the last one; slabs of rows for which a block keeps
+    the tokens' columns, all of them, or 1.
     """
 
     groups: int
@@ -49,22 +51,31 @@ class Tiles:
     least: int
     stages: int
     resident: int = 1
+    halves: int = 1
+    run: int = 1
 
     def shared(self, m: Matrix) -> tuple[int, int]:
         """(steps, bytes) in a block's shared memory."""
         step = 64 * self.groups * (CHUNK // 2 + CHUNK // BLOCKS[m.form]) + 16
-        step += self.tokens * CHUNK * 2
         lists = 4 * 4 * self.tokens + 4 * MOST_TILES
+        if self.run == 1:
+            step += self.tokens * CHUNK * 2
+        else:
+            lists += self.tokens * m.inner * 2 + m.inner // CHUNK * 8
         most = (SHARED_BYTES // self.resident - 1024 - lists) // step
-        stages = min(self.stages, m.inner // CHUNK * 3, most)
+        stages = min(self.stages, m.inner // CHUNK * 3 * self.run, most)
         return stages, stages * step + lists
 
 
-def tiles(load: float, up: bool) -> Tiles:
-    """Settings for `load` pairs of an expert, as measured on an H200.
+def tiles(load: float, up: bool, wide: bool = False) -> Tiles:
+    """Settings for `load` pairs of an expert, as measured on an H200; `wide` as of `wide`.
 
     Both products have tiles of as many tokens.
     """
+    if load > 112 and wide:
+        # Codes are decoded once for nearly all tokens of an expert. The first product copies much,
+        # which three warpgroups share; the second one little, and two have the registers they want.
+        return Tiles(3, 224, 16, 16, 3, 1, 2) if up else Tiles(2, 224, 16, 16, 5, 1, 2, 8)
     if load <= 8:
         return Tiles(4, 16, 16, 16, 6)
     if load <= 16:
@@ -96,9 +107,17 @@ def arrange_kernel(x, out, x_stride, width, ids, plan, pairs, experts, tiles, E:
 def takes(ids: Tensor, up: Matrix, down: Matrix) -> bool:
     """Whether a step is one for these kernels, on this GPU, and both matrices fit."""
     experts, pairs = up.codes.shape[0], ids.numel()
+    tall = tiles(pairs / experts, True, wide(up, down, pairs)).tokens
     return (len(ids) >= FROM and torch.cuda.get_device_capability() == (9, 0)
-            and most_tiles(pairs, experts, tiles(pairs / experts, True).tokens) <= MOST_TILES
+            and most_tiles(pairs, experts, tall) <= MOST_TILES
             and _fits(up, 256) and _fits(down, 256))  # fmt: skip
+
+
+def wide(up: Matrix, down: Matrix, pairs: int) -> bool:
+    """Whether both matrices suit tiles of 224 tokens, of which the second product keeps all
+    columns; pairs are numbered in 16 bits then."""
+    return (up.rows % 192 == 0 and down.rows % 1024 == 0 and down.inner <= 384
+            and pairs < 1 << 16)  # fmt: skip
 
 
 def _fits(m: Matrix, rows: int) -> bool:
@@ -115,7 +134,7 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inter
     """x and out [T, H] bfloat16, out contiguous; ids [T, k] int32 and weights [T, k] contiguous."""
     (tokens, width), top_k = x.shape, ids.shape[1]
     pairs, experts = ids.numel(), up.codes.shape[0]
-    load = pairs / experts
+    load, both = pairs / experts, wide(up, down, pairs)
 
     def arrange(ids: Tensor, plan: Tensor, pairs: int, experts: int, tiles: int, tall: int) -> None:
         arrange_kernel[(ceil_div(width, 2048), tokens + 1)](
@@ -123,22 +142,23 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inter
             E=next_power_of_2(experts), BM=tall, COUNT=4096, BLOCK=2048, num_warps=4,
         )  # fmt: skip
 
-    plan, count = make_plan(ids, experts, tiles(load, True).tokens, arrange)
+    plan, count = make_plan(ids, experts, tiles(load, True, both).tokens, arrange)
 
     def product(m: Matrix, source: Tensor, target: Tensor, is_up: bool) -> None:
-        how = tiles(load, is_up)
+        how = tiles(load, is_up, both)
         w_expert, w_row, s_expert, s_row, g_expert, g_row = m.strides()
         stages, shared = how.shared(m)
         macros = {
             "K": m.inner, "W_ROW": w_row, "S_ROW": s_row, "TOP_K": top_k, "BLOCK": BLOCKS[m.form],
             "GAIN": int(m.gain is not None), "UP": int(is_up), "INTERLEAVED": int(interleaved),
             "HALF": m.rows // 2, "GROUPS": how.groups, "NT": how.tokens, "GRAIN": how.grain,
-            "LEAST": how.least, "STAGES": stages, "RESIDENT": how.resident,
-            "SHIFT": int(load > how.tokens),
+            "LEAST": how.least, "HALVES": how.halves, "STAGES": stages, "RUN": how.run,
+            "RESIDENT": how.resident, "TURN": int(load > how.tokens),
         }  # fmt: skip
         slabs = m.rows // (64 * how.groups)
+        blocks = min(count * slabs // how.run, how.resident * compute_units())
         kernel(SOURCE, "experts", tuple(macros.items()), x.device.index).launch(
-            (min(count * slabs, how.resident * compute_units()), 1), 128 * how.groups + 128,
+            (blocks, 1), 128 * how.groups + 128,
             (source, plan, m.codes, m.scale, m.gain, target, count, experts, slabs,
              source.stride(0), w_expert, s_expert, g_expert, g_row, target.stride(0)),
             6, False, shared)  # fmt: skip
