@@ -71,16 +71,20 @@ class Facts:
     kv_dtype: str = "auto"
     batch_invariant: bool = False
     moe_backend: str = "auto"
-    rocm_aiter: bool = True
+    rocm_aiter: bool | None = True
     gfx950_gluon: bool = True
     failed: tuple[tuple[str, str], ...] = ()
 
 
 def switches(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The facts that vLLM's switches of AITER and of its Gluon attention state, as vLLM reads them:
-    one is off unless set, the other on."""
+    """The facts that vLLM's switches of AITER and of its Gluon attention state.
+
+    vLLM has the first one off unless it is set; None if it is not, as that keeps nobody from asking
+    for a kernel of AITER's that vLLM does not call.
+    """
+    aiter = environ.get("VLLM_ROCM_USE_AITER")
     return {
-        "rocm_aiter": environ.get("VLLM_ROCM_USE_AITER", "").lower() in ("true", "1"),
+        "rocm_aiter": aiter.lower() in ("true", "1") if aiter else None,
         "gfx950_gluon": environ.get("INKLING_GFX950_GLUON", "1") == "1",
     }
 

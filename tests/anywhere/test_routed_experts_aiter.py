@@ -193,11 +193,11 @@ def test_moe_backend_aiter_gets_aiter_or_a_sentence() -> None:
     # A version says nothing of a build without tags; what its source offers does.
     assert decided("mi300x+amd-aiter=0.1+aiter-a16w4")["aiter"] == "chosen"
     # vLLM's kernels of AITER's are off unless that is set: its own layer would fail while loading.
-    for value, on in (("1", True), ("True", True), ("", False), ("0", False), ("yes", False)):
+    for value, on in (("1", True), ("True", True), ("", None), ("0", False), ("yes", False)):
         assert switches({"VLLM_ROCM_USE_AITER": value})["rocm_aiter"] is on
-    facts = switches({})
     for chip in ("mi300x", "mi355x"):
-        with pytest.raises(SelectionError, match="aiter: VLLM_ROCM_USE_AITER is not 1; set it"):
-            decided(f"{chip}{served}", **facts)
-    with pytest.raises(SelectionError, match="engine: VLLM_ROCM_USE_AITER is not 1, without"):
-        decided(f"mi355x{served}", **facts)
+        assert decided(f"{chip}{served}", **switches({}))["aiter"] == "chosen"
+    off = switches({"VLLM_ROCM_USE_AITER": "0"})
+    for words in ("aiter: VLLM_ROCM_USE_AITER is set to off", "engine: VLLM_ROCM_USE_AITER is no"):
+        with pytest.raises(SelectionError, match=words):
+            decided(f"mi355x{served}", **off)

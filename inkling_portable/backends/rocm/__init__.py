@@ -13,8 +13,8 @@ def aiter_a16w4(target: Target, facts: Facts) -> str | None:
     missing = needs(amd_aiter=">=0.1.16")(target, facts)
     if missing and "aiter-a16w4" not in target.features:
         return missing
-    if not facts.rocm_aiter:
-        return "VLLM_ROCM_USE_AITER is not 1; set it to 1 or ask for routed_experts=triton"
+    if facts.rocm_aiter is False:
+        return "VLLM_ROCM_USE_AITER is set to off; unset it or ask for routed_experts=triton"
     return None
 
 
