@@ -50,9 +50,6 @@ def register() -> None:
 
     for name, code in ARCHITECTURES.items():
         ModelRegistry.register_model(name, code)
-    from inkling_portable.model.unsupported import refuse_other_classes
-
-    ModelRegistry.inspect_model_cls = refuse_other_classes(ModelRegistry.inspect_model_cls)
     _register_configs()
     _register_quantisation()
     _register_drafting()

@@ -7,9 +7,8 @@ process of the engine starts, and again when a model is made, with what the engi
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from inkling_portable.model.config import ConfigError, InklingConfig, TextConfig
@@ -36,26 +35,6 @@ def check(vllm_config: Any, config: InklingConfig, tp: int) -> tuple[dict[str, s
                 f"--additional-config needs true or false for {name}; found {block[name]!r}"
             )
     return requests, block.get("allow_nonfinite", False)
-
-
-def refuse_other_classes(inspect: Callable[..., Any]) -> Callable[..., Any]:
-    """What vLLM asks about a model's class, refusing those of other libraries for Inkling.
-
-    It asks them for a processor, which they do not find, while it makes a model's config.
-    """
-    inspect = getattr(inspect, "__wrapped__", inspect)
-
-    @functools.wraps(inspect)
-    def inspect_model_cls(architectures: list[str], model_config: Any) -> Any:
-        found, inkling = model_config.model_impl, any("Inkling" in a for a in architectures)
-        if inkling and found not in ("auto", "vllm"):
-            raise ConfigError(
-                "Inkling is served by this plugin's classes, since others lack its processor and "
-                f"its caches; found --model-impl {found}; leave it out"
-            )
-        return inspect(architectures, model_config)
-
-    return inspect_model_cls
 
 
 def check_options(vllm_config: Any) -> None:

@@ -13,14 +13,8 @@ from typing import Any
 import pytest
 
 from inkling_portable import plugin
-from inkling_portable.commands.eval_words import PORTABLE_NANO
 from inkling_portable.model.config import ConfigError
-from inkling_portable.model.unsupported import (
-    check,
-    check_options,
-    refusals,
-    refuse_other_classes,
-)
+from inkling_portable.model.unsupported import check, check_options, refusals
 from inkling_portable.registry import SelectionError
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
@@ -59,7 +53,6 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
         "found parallel_drafting in --speculative-config; leave it out",
     ),
     "runner": ({"runner": "pooling"}, "found --runner pooling; leave it out"),
-    "classes": ({"model_impl": "transformers"}, "found --model-impl transformers; leave it out"),
     "window": ({"disable_sliding_window": True}, "found --disable-sliding-window; leave it out"),
     "stages": (
         {"pipeline_parallel_size": 5},
@@ -125,24 +118,6 @@ def test_refused_before_an_engine_starts(checkpoint: Path, case: str) -> None:
     options, sentence = ASKED[case]
     with pytest.raises(ValueError, match=sentence):
         config(checkpoint, **options)
-
-
-@pytest.mark.parametrize("library", ["transformers", "terratorch"])
-def test_other_classes_are_refused_before_they_look_for_a_processor(library: str) -> None:
-    with pytest.raises(ValueError, match=f"served by this plugin's.* found --model-impl {library}"):
-        config(PORTABLE_NANO, model_impl=library)
-
-
-def test_other_models_may_have_other_classes() -> None:
-    """And a plugin that is loaded twice asks once."""
-    asked: list[Any] = []
-    inspect = refuse_other_classes(refuse_other_classes(lambda *of: asked.append(of)))
-    model = SimpleNamespace(model_impl="transformers")
-    inspect(["LlamaForCausalLM"], model)
-    assert asked == [(["LlamaForCausalLM"], model)]
-    inspect(["InklingForCausalLM"], SimpleNamespace(model_impl="vllm"))
-    assert len(asked) == 2
-    assert not hasattr(inspect.__wrapped__, "__wrapped__")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("case", LATE)
