@@ -43,8 +43,10 @@ def provider(build: Callable[..., HostKernel], monkeypatch: pytest.MonkeyPatch
 ])  # fmt: skip
 def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, form: str,
                   rows: int, hidden: int, inner: int, up: Tiles, down: Tiles) -> None:  # fmt: skip
-    """Foreign ids, an expert with all tokens, several tiles and slabs, whose rounds shift in
-    the first case, both orders of rows."""
+    """Foreign ids, an expert with all tokens, several tiles, slabs and rounds, large tiles first
+    but in one case, both orders of rows."""
+    monkeypatch.setattr(module, "compute_units", lambda: 3)
+    monkeypatch.setattr(module, "SORTED_FROM", 16 if rows > 5 else 80)
     monkeypatch.setattr(module, "tiles", lambda _load, is_up, _wide=False: up if is_up else down)
     arguments = case(form, rows, 5, 3, hidden, inner, seed=rows)
     arguments["ids"][:, 0] = 3

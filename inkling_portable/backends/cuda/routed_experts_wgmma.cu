@@ -27,7 +27,7 @@
 // INTERLEAVED is 1 if gate and up rows alternate, else HALF is the rows of each; GROUPS 2 to 4
 // warpgroups; NT tokens of a tile in HALVES 1 or 2; N of the last half is the next one of its most, that
 // less GRAIN, .. LEAST; STAGES; RUN slabs of an item, 1 where tokens go through the ring; RESIDENT
-// blocks of an SM at least; TURN 1 where experts have two tiles. With COMBINE 1, only TOP_K, BLOCK and
+// blocks of an SM at least; SORTED 1 to take large tiles first. With COMBINE 1, only TOP_K, BLOCK and
 // RESIDENT.
 
 #include "routed_experts_common.cu"
@@ -169,7 +169,7 @@ static_assert(GROUPS * OWN + FEW <= 65536 / 128 / RESIDENT, "what a block has mu
 static_assert(STAGES <= 3 * STEPS * RUN, "four lists are as many as the ring runs into");
 
 // Shared memory: tokens' columns, codes, scales, pairs of four items, two barriers of each stage and one
-// of each step whose tokens stay, and of each tile its expert and 2^16 times the pairs it has.
+// of each step whose tokens stay, and a word for each tile: its pairs, its number, its expert.
 #define TOKEN_BYTES (NT * CHUNK * 2)
 #define KEPT (RUN > 1)
 #define CODES_AT ((KEPT ? STEPS : STAGES) * TOKEN_BYTES)
@@ -179,6 +179,9 @@ static_assert(STAGES <= 3 * STEPS * RUN, "four lists are as many as the ring run
 #define KEPT_AT (BARRIERS_AT + 16 * STAGES)
 #define TABLE_AT (KEPT_AT + KEPT * 8 * STEPS)
 #define WIDE (NT / HALVES)  // tokens of a half
+
+// Whether rows of any slab are as far apart as those of the first; else those of its groups are.
+#define EVENLY (GROUPS != 3 || !UP)
 
 // Row of the matrix that is fragment row `row` of slab `slab`. Rows g and g + 8 of a warp are those of
 // its lanes: neighbours; or gate and up of what stands at place 8 * warp + g of the arranged output.
@@ -200,14 +203,43 @@ struct Arguments {
     i64 x_stride, w_expert, s_expert, g_expert, g_row, out_stride;
 };
 
-// A block's item of each round, with TURN in another place of it: of an expert's two tiles the first is
-// full and the second is not, and a block would meet but one kind where rounds have whole pairs.
-DEVICE int item_of(const Arguments& t, int round) {
-    return round * gridDim.x + (TURN ? (blockIdx.x + round * t.runs) % gridDim.x : blockIdx.x);
+// A block's item of each round. Where large tiles come first, rounds go to and fro, so that blocks come
+// to about as many tokens each: experts differ, and an item is much of what a block does.
+DEVICE int item_of(int round) {
+    const bool back = SORTED && round % 2;
+    return back ? (round + 1) * gridDim.x - 1 - blockIdx.x : round * gridDim.x + blockIdx.x;
 }
 
 DEVICE u32 entry_of(const Arguments& t, int item) {
     return ((const u32*)(memory + TABLE_AT))[item / t.runs];
+}
+DEVICE int pairs_of(u32 entry) { return entry >> 22; }
+DEVICE int tile_of(u32 entry) { return entry >> 12 & 1023; }
+DEVICE int expert_of(u32 entry) { return entry & 4095; }
+
+// Writes the table of tiles, and says how many there are.
+DEVICE int list_tiles(const int* plan, int tiles, int experts, int tid) {
+    u32* const table = (u32*)(memory + TABLE_AT);
+    u32* const found = SORTED ? (u32*)memory : table;  // where nothing is copied to yet
+    for (int tile = tid; tile < (tiles + 3 & ~3); tile += THREADS + MORE) {
+        const int expert = tile < tiles ? plan[3 * experts + tile] : -1;
+        const int left = expert < 0 ? 0 : plan[expert] - (tile - plan[experts + expert]) * NT;
+        found[tile] = expert < 0 ? 0 : (left < NT ? left : NT) << 22 | tile << 12 | expert;
+    }
+    const int used = plan[2 * experts - 1] + (plan[experts - 1] + NT - 1) / NT;
+    if (SORTED) {
+        barrier();
+        for (int tile = tid; tile < used; tile += THREADS + MORE) {
+            const u32 own = found[tile];
+            int before = 0;
+            for (int i = 0; i < used; i += 4) {
+                const uint4 some = *(const uint4*)(found + i);
+                before += (some.x > own) + (some.y > own) + (some.z > own) + (some.w > own);
+            }
+            table[before] = own;
+        }
+    }
+    return used;
 }
 
 // Asks for one step after the other, of one item after the other. Of 128 threads each copies a
@@ -218,11 +250,11 @@ DEVICE void copy_all(const Arguments& t, int tid) {
     const u32 to_tokens = base + (part >> 3) * (NT * 128) + first * 128 + (((part ^ first) & 7) << 4);
     int stage = 0, turn = 1;
 #pragma unroll 1
-    for (int count = 0, item = blockIdx.x; item < t.items; item = item_of(t, ++count)) {
+    for (int count = 0, item = blockIdx.x; item < t.items; item = item_of(++count)) {
         const u32 entry = entry_of(t, item);
-        const int found = entry >> 16, start = item % t.runs * RUN;
-        const i64 expert = entry & 0xFFFF;
-        const int* const pairs = t.plan + 3 * t.experts + t.tiles + item / t.runs * NT;
+        const int found = pairs_of(entry), start = item % t.runs * RUN;
+        const i64 expert = expert_of(entry);
+        const int* const pairs = t.plan + 3 * t.experts + t.tiles + tile_of(entry) * NT;
         // Where rows of x begin, in units of sixteen bytes, or which rows, two in a word.
         u32 places[NT / 8 / HALVES];
         const u32 stride = t.x_stride / 8;
@@ -233,18 +265,18 @@ DEVICE void copy_all(const Arguments& t, int tid) {
             places[n / HALVES] = n % HALVES ? places[n / HALVES] | place << 16 : place;
         }
         const u8* x = t.x + part * 16;
-        const u8 *codes[GROUPS], *scales[(ROWS + MORE - 1) / MORE];
+        const u8 *codes[EVENLY ? 1 : GROUPS], *scales[EVENLY ? 1 : (ROWS + MORE - 1) / MORE];
 #pragma unroll 1
         for (int i = 0, step = 0; i < RUN * STEPS; i++, step++) {
             if (step == STEPS) step = 0;
             if (step == 0) {
                 const int slab = start + i / STEPS;
 #pragma unroll
-                for (int j = 0; j < GROUPS; j++)
+                for (int j = 0; j < (EVENLY ? 1 : GROUPS); j++)
                     codes[j] = t.w + expert * t.w_expert + (tid & 3) * 16 +
                                (i64)matrix_row(slab, j * 64 + (tid >> 2)) * W_ROW;
 #pragma unroll
-                for (int row = 0; row < ROWS; row += MORE)
+                for (int row = 0; row < (EVENLY ? 1 : ROWS); row += MORE)
                     scales[row / MORE] = t.scales + expert * t.s_expert +
                                          (i64)matrix_row(slab, row + tid % (ROWS - row)) * S_ROW;
             }
@@ -256,17 +288,18 @@ DEVICE void copy_all(const Arguments& t, int tid) {
                 for (int pair = tid; pair < found; pair += MORE)
                     copy_few<4>(base + LISTS_AT + ((count & 3) * NT + pair) * 4, pairs + pair);
             const u32 to_codes = base + CODES_AT + stage * (ROWS * 64) + tid * 16;
-            // Of 64 rows the last 32 are as far from the first ones anywhere.
 #pragma unroll
             for (int row = 0; row < ROWS; row += 32)
                 copy16(to_codes + row * 64,
-                       codes[row / 64] + step * (CHUNK / 2) + matrix_row(0, row % 64) * W_ROW);
+                       codes[EVENLY ? 0 : row / 64] + step * (CHUNK / 2) +
+                           matrix_row(0, EVENLY ? row : row % 64) * W_ROW);
             const u32 to_scales = base + SCALES_AT + (stage * ROWS + tid) * SCALE_BYTES;
 #pragma unroll
             for (int row = 0; row < ROWS; row += MORE)
                 if (ROWS - row >= MORE || tid < ROWS - row)
                     copy_few<SCALE_BYTES>(to_scales + row * SCALE_BYTES,
-                                          scales[row / MORE] + step * SCALE_BYTES);
+                                          scales[EVENLY ? 0 : row / MORE] + step * SCALE_BYTES +
+                                              (EVENLY ? matrix_row(0, row) * S_ROW : 0));
             // Columns of no token keep what they have: no column touches another.
             if (fresh) {
                 const u32 to = to_tokens + (KEPT ? step : stage) * TOKEN_BYTES;
@@ -373,13 +406,13 @@ DEVICE void run(const Arguments& t, u32 entry, int slab, bool last, int count, i
     const int at_low = matrix_row(slab, low), at_high = matrix_row(slab, low + 8);
     float low_gain = UNSHIFT, high_gain = UNSHIFT;
     if (GAIN) {
-        const float* const gains = t.gains + (entry & 0xFFFF) * t.g_expert;
+        const float* const gains = t.gains + expert_of(entry) * t.g_expert;
         low_gain *= gains[at_low * t.g_row];
         high_gain *= gains[at_high * t.g_row];
     }
     const int* const listed = (const int*)(memory + LISTS_AT) + (count & 3) * NT;
     u8* const out = (u8*)(t.out + (UP ? slab * (ROWS / 2) + warp * 8 + g : at_low));
-    const int found = entry >> 16;
+    const int found = pairs_of(entry);
     if constexpr (FULL > 0) write<FULL>(t, full, listed, found, out, low_gain, high_gain);
     write<N>(t, sums, listed + FULL, found - FULL, out, low_gain, high_gain);
 }
@@ -388,7 +421,7 @@ template <int FULL, int N>
 DEVICE void choose(const Arguments& t, u32 entry, int slab, bool last, int count, int& stage,
                    int& turn) {
     if constexpr (N - GRAIN >= LEAST) {
-        if ((entry >> 16) <= FULL + N - GRAIN)
+        if (pairs_of(entry) <= FULL + N - GRAIN)
             return choose<FULL, N - GRAIN>(t, entry, slab, last, count, stage, turn);
     }
     run<FULL, N>(t, entry, slab, last, count, stage, turn);
@@ -400,14 +433,7 @@ experts(const u8* x, const int* plan, const u8* w, const u8* scales, const float
         i64 g_row, i64 out_stride) {
     const int tid = threadIdx.x;
     let_next_start();
-    for (int tile = tid; tile < tiles; tile += THREADS + MORE) {
-        const int expert = plan[3 * experts + tile];
-        if (expert < 0) continue;
-        const int found = plan[expert] - (tile - plan[experts + expert]) * NT;
-        ((u32*)(memory + TABLE_AT))[tile] = expert | (found < NT ? found : NT) << 16;
-    }
-    const int used = plan[2 * experts - 1] + (plan[experts - 1] + NT - 1) / NT;
-    const int runs = slabs / RUN;
+    const int used = list_tiles(plan, tiles, experts, tid), runs = slabs / RUN;
     const Arguments t = {x, plan, w, scales, gains, out, tiles, experts, slabs, runs,
                          used * runs, x_stride, w_expert, s_expert, g_expert, g_row, out_stride};
     if ((int)blockIdx.x >= t.items) return;
@@ -427,11 +453,11 @@ experts(const u8* x, const int* plan, const u8* w, const u8* scales, const float
     take_registers<OWN>();
     int stage = 0, turn = 0;
 #pragma unroll 1
-    for (int count = 0, item = blockIdx.x; item < t.items; item = item_of(t, ++count)) {
+    for (int count = 0, item = blockIdx.x; item < t.items; item = item_of(++count)) {
         const u32 entry = entry_of(t, item);
 #pragma unroll 1
         for (int i = 0, slab = item % t.runs * RUN; i < RUN; i++, slab++) {
-            if (HALVES == 2 && (entry >> 16) > WIDE)
+            if (HALVES == 2 && pairs_of(entry) > WIDE)
                 choose<(HALVES - 1) * WIDE, WIDE>(t, entry, slab, i == RUN - 1, count, stage, turn);
             else
                 choose<0, WIDE>(t, entry, slab, i == RUN - 1, count, stage, turn);

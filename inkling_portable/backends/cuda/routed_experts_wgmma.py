@@ -30,8 +30,10 @@ SOURCE = Path(__file__).with_name("routed_experts_wgmma.cu")
 CHUNK = 128  # columns of a step
 FROM = 256
 """Tokens from which this is faster than the kernels for fewer, on an H200."""
-MOST_TILES = 1024
-"""Tiles of a plan that a block can list."""
+MOST_TILES, MOST_EXPERTS = 1024, 4096
+"""Tiles of a plan that a block can list, and experts."""
+SORTED_FROM = 80
+"""Tokens of a tile from which products, not bytes, take the time, and blocks' shares are evened."""
 SHARED_BYTES = 228 << 10  # of an SM, 1,024 of them for each block's own ends
 
 
@@ -109,7 +111,7 @@ def takes(ids: Tensor, up: Matrix, down: Matrix) -> bool:
     experts, pairs = up.codes.shape[0], ids.numel()
     tall = tiles(pairs / experts, True, wide(up, down, pairs)).tokens
     return (len(ids) >= FROM and torch.cuda.get_device_capability() == (9, 0)
-            and most_tiles(pairs, experts, tall) <= MOST_TILES
+            and most_tiles(pairs, experts, tall) <= MOST_TILES and experts <= MOST_EXPERTS
             and _fits(up, 256) and _fits(down, 256))  # fmt: skip
 
 
@@ -153,7 +155,7 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inter
             "GAIN": int(m.gain is not None), "UP": int(is_up), "INTERLEAVED": int(interleaved),
             "HALF": m.rows // 2, "GROUPS": how.groups, "NT": how.tokens, "GRAIN": how.grain,
             "LEAST": how.least, "HALVES": how.halves, "STAGES": stages, "RUN": how.run,
-            "RESIDENT": how.resident, "TURN": int(load > how.tokens),
+            "RESIDENT": how.resident, "SORTED": int(how.tokens >= SORTED_FROM),
         }  # fmt: skip
         slabs = m.rows // (64 * how.groups)
         blocks = min(count * slabs // how.run, how.resident * compute_units())
