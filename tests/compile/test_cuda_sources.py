@@ -86,7 +86,8 @@ def test_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
     module = routed_experts_wgmma
     cases = {
         one
-        for tokens, form in ((256, "nvfp4"), (1024, "nvfp4"), (8192, "nvfp4"), (2048, "mxfp4"))
+        for tokens, form in ((256, "nvfp4"), (1024, "nvfp4"), (8192, "nvfp4"), (2048, "mxfp4"),
+                             (8192, "mxfp4"))
         for one in launches(monkeypatch, module, module.run, tokens, form, 6144, 384)
     }
     assert {name for _, name, _ in cases} == {"experts", "combine"}

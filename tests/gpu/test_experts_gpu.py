@@ -56,6 +56,27 @@ def test_extreme_routing_on_served_shapes(routed_experts: Provider) -> None:
         assert not disagreements(OP, routed_experts, {**weights, **one}), tokens
 
 
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_extreme_routing_of_long_steps(routed_experts: Provider, form: str) -> None:
+    """Every row of a few experts' or of one token's only; another's are zeros; nothing at all."""
+    torch.manual_seed(4)
+    weights = weights_of("large-tp8", form)
+    for tokens in (1600, 3000, 8192):
+        one = tokens_of(6144, tokens, 1)[0]
+        spread = one["ids"].clone()
+        one["ids"] = torch.arange(6, device="cuda", dtype=torch.int32).repeat(tokens, 1) * 40
+        one["ids"][:, 1], one["ids"][:, 2] = -1, 256
+        assert not disagreements(OP, routed_experts, {**weights, **one}), tokens
+        one["ids"] = torch.full_like(spread, -1)
+        assert not routed_experts(**weights, **one).any(), tokens
+        one["ids"][tokens // 2] = spread[tokens // 2]
+        got = routed_experts(**weights, **one)
+        alone = routed_experts(**weights, **{k: v[tokens // 2 :][:1] for k, v in one.items()})
+        assert (got.any(dim=1).nonzero() == tokens // 2).all(), tokens
+        apart = (got[tokens // 2] - alone[0]).float().norm() / alone.float().norm()
+        assert apart < 2**-6, tokens
+
+
 def test_nothing_outside_the_arguments_is_touched(routed_experts: Provider) -> None:
     for seed in range(20):
         drawn = {k: convert(v, device="cuda") for k, v in OP.inputs(SeededDraw(900 + seed)).items()}
@@ -73,7 +94,7 @@ def test_graph_replay_equals_eager_and_runs_repeat(routed_experts: Provider, for
     """Bit for bit, with other tokens between capture and replay, and run after run."""
     torch.manual_seed(2)
     weights = weights_of("large-tp8", form)
-    for tokens in (1, 9, 40, 700):
+    for tokens in (1, 9, 40, 700, 8192):
         first, second = (realistic(tokens_of(6144, tokens, 1))[0] for _ in range(2))
         eager = routed_experts(**weights, **second)
         assert torch.equal(eager, routed_experts(**weights, **second))

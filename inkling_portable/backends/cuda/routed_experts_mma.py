@@ -147,8 +147,8 @@ def part_most(top_k: int, inner: int, experts: int) -> int:
     """Tokens of each part of a longer step but the last; parts of one size, so that no step needs
     more memory than the longest, by which an engine counts.
 
-    Hopper's kernels, which need the most, take them all. Fours of tokens have ids at whole 16
-    bytes, so that a part launches what a step of its length does.
+    Hopper's kernels, which need the most, take all parts of up to 512 experts. Fours of tokens have
+    ids at whole 16 bytes, so that a part launches what a step of its length does.
     """
     tiles = max(wgmma.MOST_TILES - experts, wgmma.MOST_TILES // 2)
     pairs = min(INNER_BYTES // (inner * 2), tiles * wgmma.tiles(math.inf, True).tokens)

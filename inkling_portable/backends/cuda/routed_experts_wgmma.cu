@@ -165,7 +165,7 @@ typedef u8 Scale;
 #define EVEN (65536 / (RESIDENT * (THREADS + MORE)) / 8 * 8)
 #define FEW (GROUPS == 4 ? 64 : GROUPS == 3 ? 56 : RESIDENT == 1 ? 72 : 48)
 #define OWN (EVEN + (EVEN - FEW) / GROUPS / 8 * 8)
-static_assert(GROUPS * OWN + FEW <= 65536 / 128 / RESIDENT, "what a block has must suffice");
+static_assert(FEW <= EVEN && GROUPS * (OWN - EVEN) <= EVEN - FEW, "what a block has must suffice");
 static_assert(STAGES <= 3 * STEPS * RUN, "four lists are as many as the ring runs into");
 
 // Shared memory: tokens' columns, codes, scales, pairs of four items, two barriers of each stage and one
@@ -179,6 +179,7 @@ static_assert(STAGES <= 3 * STEPS * RUN, "four lists are as many as the ring run
 #define KEPT_AT (BARRIERS_AT + 16 * STAGES)
 #define TABLE_AT (KEPT_AT + KEPT * 8 * STEPS)
 #define WIDE (NT / HALVES)  // tokens of a half
+static_assert(!SORTED || LISTS_AT >= 4096, "tiles are sorted in memory that copies fill later");
 
 // Whether rows of any slab are as far apart as those of the first; else those of its groups are.
 #define EVENLY (GROUPS != 3 || !UP)
@@ -283,7 +284,6 @@ DEVICE void copy_all(const Arguments& t, int tid) {
             const bool fresh = i < STEPS;
             const u32 filled = base + BARRIERS_AT + 8 * stage;
             await_turn(filled + 8 * STAGES, turn);
-            if (KEPT && fresh) await_turn(base + KEPT_AT + 8 * step, ~count & 1);
             if (i == 0)
                 for (int pair = tid; pair < found; pair += MORE)
                     copy_few<4>(base + LISTS_AT + ((count & 3) * NT + pair) * 4, pairs + pair);
@@ -302,6 +302,7 @@ DEVICE void copy_all(const Arguments& t, int tid) {
                                               (EVENLY ? matrix_row(0, row) * S_ROW : 0));
             // Columns of no token keep what they have: no column touches another.
             if (fresh) {
+                if (KEPT) await_turn(base + KEPT_AT + 8 * step, ~count & 1);
                 const u32 to = to_tokens + (KEPT ? step : stage) * TOKEN_BYTES;
 #pragma unroll
                 for (int n = 0; n < NT / 8; n++) {
