@@ -13,7 +13,7 @@ import torch
 
 from inkling_portable.commands.tiny import write_tiny
 from tests import nursery
-from tests.vllm_cpu.conftest import Oracle, prompt
+from tests.vllm_cpu.conftest import LARGEST_BOUND, SOFT_BOUND, Oracle, prompt, soften_head
 from tests.vllm_cpu.test_quantised import make_twin
 
 
@@ -50,13 +50,15 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -
     if "weights" in written:
         twin = tmp_path / "twin"
         make_twin(tmp_path / "model", twin)
+    else:
+        soften_head(twin)  # with its own, two ranks were 1.05e-5 from eager on one CPU
     prompts = [prompt(length) for length in (5, 40, 103)]
     # Each worker gets one core; a machine with one memory node has to be told.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     rows, tokens, cached = nursery.call(serve, tmp_path / "model", prompts, options)
     assert cached >= 64  # of 103, in blocks of all groups
-    oracle = Oracle(twin)
+    oracle = Oracle(twin, LARGEST_BOUND if "weights" in written else SOFT_BOUND)
     answer = oracle.answer(prompts[-1])
     for ids, row, generated in zip([*prompts, prompts[-1]], rows, tokens, strict=True):
         n = len(ids)
