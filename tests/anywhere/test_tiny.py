@@ -96,6 +96,9 @@ def test_a_sharded_checkpoint_loads_like_a_whole_one(folders, text_model, tmp_pa
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
     model, report = hf_oracle.load(tmp_path)
     assert not any(report.values()), report
+    loaded, known = model.state_dict(), text_model.state_dict()
+    assert loaded.keys() == known.keys()
+    assert all(torch.equal(loaded[name], known[name]) for name in known)
     # Tensors start at other addresses in such files, by which some CPUs choose other kernels.
     expected = hf_oracle.logits(text_model, PROMPT)
     torch.testing.assert_close(hf_oracle.logits(model, PROMPT), expected)

@@ -200,7 +200,7 @@ struct Arguments {
     const u8 *w, *scales;
     const float* gains;
     u16* out;
-    int tiles, experts, slabs, runs, items;
+    int tiles, experts, runs, items;
     i64 x_stride, w_expert, s_expert, g_expert, g_row, out_stride;
 };
 
@@ -435,7 +435,7 @@ experts(const u8* x, const int* plan, const u8* w, const u8* scales, const float
     const int tid = threadIdx.x;
     let_next_start();
     const int used = list_tiles(plan, tiles, experts, tid), runs = slabs / RUN;
-    const Arguments t = {x, plan, w, scales, gains, out, tiles, experts, slabs, runs,
+    const Arguments t = {x, plan, w, scales, gains, out, tiles, experts, runs,
                          used * runs, x_stride, w_expert, s_expert, g_expert, g_row, out_stride};
     if ((int)blockIdx.x >= t.items) return;
     if (tid < STAGES) {
