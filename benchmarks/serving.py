@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import heapq
 import json
 import os
 import platform
@@ -115,6 +116,30 @@ def busy(spans: Sequence[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
+
+
+def shares(spans: Sequence[tuple[float, float]]) -> list[float]:
+    """What each of the (start, end), in order of their starts, has of the time that `busy` counts.
+
+    A moment is that of what ends first: a kernel that was started early waits for the others.
+    """
+    found, running, now = [0.0] * len(spans), list[tuple[float, int]](), 0.0
+
+    def go_on(until: float) -> None:
+        nonlocal now
+        while running and now < until:
+            end, which = running[0]
+            found[which] += max(0.0, min(end, until) - now)
+            now = max(now, min(end, until))
+            if end <= now:
+                heapq.heappop(running)
+        now = max(now, until)
+
+    for which, (start, end) in enumerate(spans):
+        go_on(start)
+        heapq.heappush(running, (end, which))
+    go_on(max((end for _, end in spans), default=0.0))
+    return found
 
 
 # --- the engine -----------------------------------------------------------------------------------
@@ -289,20 +314,27 @@ class Served:
         ops: Counter[str] = Counter()
         kernels: Counter[tuple[str, str]] = Counter()
         calls: Counter[tuple[str, str]] = Counter()
-        for event, op in zip(events, ops_of([event.name for event in events]), strict=True):
+        own: Counter[str] = Counter()
+        own_of: Counter[tuple[str, str]] = Counter()
+        spans = [(event.time_range.start, event.time_range.end) for event in events]
+        names = ops_of([event.name for event in events])
+        for event, op, share in zip(events, names, shares(spans), strict=True):
             us = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
             ops[op] += us / times
+            own[op] += share / times
             kernels[op, event.name[:90]] += us / times
+            own_of[op, event.name[:90]] += share / times
             calls[op, event.name[:90]] += 1
         known = ops.total() - ops["unknown"]
-        spans = [(event.time_range.start, event.time_range.end) for event in events]
         return {
             "busy us": round(busy(spans) / times, 1),
             "from first to last us": round((max(e for _, e in spans) - spans[0][0]) / times, 1),
             "us": {name: round(us, 1) for name, us in ops.most_common()},
+            "own us": {name: round(us, 1) for name, us in own.most_common()},
             "sum us": round(ops.total(), 1),
             "named share": round(known / max(ops.total(), 1e-9), 4),
-            "kernels": [[op, kernel, round(us, 1), calls[op, kernel] / times]
+            "kernels": [[op, kernel, round(us, 1), calls[op, kernel] / times,
+                         round(own_of[op, kernel], 1)]
                         for (op, kernel), us in kernels.most_common(40)],
         }  # fmt: skip
 

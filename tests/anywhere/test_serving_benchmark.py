@@ -6,6 +6,7 @@ And what every benchmark says without a GPU.
 from __future__ import annotations
 
 import json
+import random
 import re
 from importlib import import_module
 from inspect import signature
@@ -183,6 +184,19 @@ def test_the_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 def test_busy_time_counts_what_overlaps_once() -> None:
     assert serving.busy([]) == 0
     assert serving.busy([(0, 4), (1, 2), (3, 6), (8, 9), (9, 10)]) == 8
+
+
+def test_a_moment_belongs_to_the_kernel_that_ends_first() -> None:
+    """Those that start early and wait have what is left when the ones before them ended."""
+    assert serving.shares([]) == []
+    spans = [(0, 4), (1, 2), (3, 6), (8, 9), (9, 10)]
+    assert serving.shares(spans) == [3, 1, 2, 1, 1]
+    dice = random.Random(0)
+    for _ in range(50):
+        spans = sorted((s := dice.randrange(90), s + dice.randrange(9)) for _ in range(30))
+        found = serving.shares(spans)
+        assert sum(found) == serving.busy(spans)
+        assert all(0 <= one <= end - start for one, (start, end) in zip(found, spans, strict=True))
 
 
 BENCHMARKS = sorted(path for path in Path(serving.__file__).parent.glob("*.py")
