@@ -201,6 +201,7 @@ def test_a_moment_belongs_to_the_kernel_that_ends_first() -> None:
 
 BENCHMARKS = sorted(path for path in Path(serving.__file__).parent.glob("*.py")
                     if "__main__" in path.read_text())  # fmt: skip
+PAIRS = ("serving_pair", "splits")
 
 
 @pytest.mark.parametrize("name", [
@@ -210,14 +211,14 @@ def test_without_a_gpu_one_sentence_says_so(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is compiled, loaded or started."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: int(name == "serving_pair"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: int(name in PAIRS))
     monkeypatch.setattr("sys.argv", [name])
     main = import_module(f"benchmarks.{name}").main
     with pytest.raises(SystemExit) as ended:
         main(*[[]] * len(signature(main).parameters))
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    found = "needs 2 GPUs; found 1; " if name == "serving_pair" else "needs a GPU; found none; "
+    found = "needs 2 GPUs; found 1; " if name in PAIRS else "needs a GPU; found none; "
     assert f"{name}: {found}run it on a machine that has " in line
 
 
