@@ -364,10 +364,13 @@ def profile_tables(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> li
         if not rows:
             continue
         shares = ", ".join(f"{title} {100 * p['named share']:.1f} %" for title, p in rows.items())
-        lines += ["", f"What a step of {case} is spent on, in microseconds of GPU time by op, from "
-                  f"the names of kernels (known: {shares}); kernels may overlap.", "",
-                  f"| op | floor | {' | '.join(rows)} |",
-                  "|---" * (2 + len(rows)) + "|"]  # fmt: skip
+        columns = [(title + more, profile, key) for title, profile in rows.items()
+                   for more, key in (("", "us"), (", own", "own us")) if key in profile]
+        lines += ["", f"What a step of {case} is spent on, in microseconds of GPU time by op, by "
+                  f"the names of kernels (known: {shares}); kernels may overlap, and of its own an "
+                  "op has the moments in which its kernel is the first that ends.", "",
+                  f"| op | floor | {' | '.join(title for title, *_ in columns)} |",
+                  "|---" * (2 + len(columns)) + "|"]  # fmt: skip
         ops = dict.fromkeys(op for profile in rows.values() for op in profile["us"])
         bytes_of = next(iter(rows.values()))["floors us"]
         beside = dict(BESIDE)
@@ -376,12 +379,12 @@ def profile_tables(found: dict[tuple[str, str, int, str], dict[str, Any]]) -> li
         for op in ops:
             floors = [bytes_of.get(part, 0.0) for part in beside.get(op, ())]
             floor = number(sum(floors)) if floors else ""
-            times = [number(profile["us"].get(op, 0.0)) for profile in rows.values()]
+            times = [number(profile[key].get(op, 0.0)) for _, profile, key in columns]
             lines.append(f"| {op} | {floor} | {' | '.join(times)} |")
-        sums = [number(profile["sum us"]) for profile in rows.values()]
+        sums = [number(sum(profile[key].values())) for _, profile, key in columns]
         lines.append(f"| together | | {' | '.join(sums)} |")
         if all("busy us" in profile for profile in rows.values()):
-            busy = [number(profile["busy us"]) for profile in rows.values()]
+            busy = [number(profile["busy us"]) for _, profile, _ in columns]
             lines.append(f"| at least one kernel runs | | {' | '.join(busy)} |")
     return ["", "## What a step is spent on", *lines] if lines else []
 

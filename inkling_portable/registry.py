@@ -40,7 +40,8 @@ class SelectionError(ValueError):
 class Facts:
     """What is asked of a machine: the settled settings of model and engine.
 
-    Widths are of the whole model, not of one rank. `page_size` is 0 until the cache is bound.
+    Widths are of the whole model, not of one rank. `page_size` is 0 until the cache is bound;
+    `step_rows` are the most that a step can have.
     `failed` has what must not be chosen, and why: the code of every offer that failed the
     self-test on this machine, the key of every offer that some rank refuses.
     """
@@ -68,6 +69,7 @@ class Facts:
     pp: int = 1
     lora: bool = False
     page_size: int = 0
+    step_rows: int = 8192
     kv_dtype: str = "auto"
     batch_invariant: bool = False
     moe_backend: str = "auto"

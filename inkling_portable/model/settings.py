@@ -25,6 +25,7 @@ from inkling_portable.model.engine import (
     gather_from_ranks,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    most_rows,
     tp_group_name,
 )
 from inkling_portable.model.loading import ALONE, Ranks, read_headers
@@ -221,6 +222,7 @@ def _facts(vllm_config: VllmConfig, text: TextConfig, tp: int, weights: str) -> 
         dp=vllm_config.parallel_config.data_parallel_size,
         pp=vllm_config.parallel_config.pipeline_parallel_size,
         lora=vllm_config.lora_config is not None,
+        step_rows=most_rows(vllm_config),
         kv_dtype=str(vllm_config.cache_config.cache_dtype),
         batch_invariant=bool(int(os.environ.get("VLLM_BATCH_INVARIANT") or 0)),
         moe_backend=str(getattr(kernel, "moe_backend", None) or "auto"),

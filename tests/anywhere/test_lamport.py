@@ -291,6 +291,26 @@ def test_steps_beyond_the_memory_are_refused() -> None:
                  torch.zeros(2, 3, dtype=torch.int64), 1, 1)  # fmt: skip
 
 
+@pytest.mark.parametrize(("step_rows", "limit"), [(2, 16), (2048, 2048), (20_000, 8192)])
+def test_memory_is_for_the_longest_step(
+    monkeypatch: pytest.MonkeyPatch, step_rows: int, limit: int
+) -> None:
+    """Of the engine's, and never for more rows than it is faster for."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    for name in ("current_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    here = torch.device("cpu")
+    monkeypatch.setattr(torch, "device", lambda *_: here)
+    monkeypatch.setattr(symmetric, "empty", lambda words, **given: torch.empty(words, **given))
+    found: list[Workspace] = []
+    facts = Facts(hidden=64, step_rows=step_rows)
+    assert lamport._allocate(facts, "tp", found) is None
+    assert found[0].limit == limit
+    assert found[0].keep.numel() == words_of(limit, 64, True)
+    assert (found[0].keep == -1).all()
+
+
 # --- vLLM's own exchange -------------------------------------------------------------------------
 
 

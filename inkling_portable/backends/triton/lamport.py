@@ -63,10 +63,10 @@ from inkling_portable.backends.triton.short_conv import load_weight, packed_taps
 from inkling_portable.registry import Facts, Gather
 from inkling_portable.target import Target
 
-HAND_OVER = 2048
-"""Rows beyond which all ranks take the portable exchange; 151 MB a rank at Inkling's width. Between
-two H200 that one took 232 us for so many rows and this one 110, of a prompt 204 and 118; more were
-not measured."""
+HAND_OVER = 8192
+"""Rows beyond which all ranks take the portable exchange: 604 MB a rank at Inkling's width, less
+where no step has so many. Between two H200 that one took 753 us for so many rows and this one 436,
+of a prompt 673 and 465; more were not measured."""
 PATIENCE, TRIAL_PATIENCE = 1 << 29, 1 << 26
 """Polls before a rank is given up, while serving and when the exchange is tried at start: each is a
 load of at least a third of a microsecond, so minutes."""
@@ -492,13 +492,14 @@ def _allocate(facts: Facts, group: str, found: list[Workspace]) -> str | None:
     import torch.distributed._symmetric_memory as symmetric
 
     device = torch.device("cuda", torch.cuda.current_device())
-    words = words_of(HAND_OVER, facts.hidden, facts.dtype == "bfloat16")
+    limit = min(HAND_OVER, max(facts.step_rows, 16))  # the trial has some rows
+    words = words_of(limit, facts.hidden, facts.dtype == "bfloat16")
     memory = symmetric.empty(words, dtype=torch.int32, device=device)
     memory.fill_(-1)
     torch.cuda.synchronize()
     found.append(Workspace(
         torch.empty(0), torch.zeros(8, dtype=torch.int32, device=device), 0, 0, facts.hidden,
-        HAND_OVER, 0 if torch.version.hip else 2, TRIAL_PATIENCE, trap=False, keep=memory,
+        limit, 0 if torch.version.hip else 2, TRIAL_PATIENCE, trap=False, keep=memory,
     ))  # fmt: skip
     return None
 
