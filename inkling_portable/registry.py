@@ -81,12 +81,13 @@ class Facts:
 def switches(environ: Mapping[str, str]) -> dict[str, Any]:
     """The facts that vLLM's switches of AITER and of its Gluon attention state.
 
-    vLLM has the first one off unless it is set; None if it is not, as that keeps nobody from asking
-    for a kernel of AITER's that vLLM does not call.
+    vLLM has AITER off unless it is set; None if it is not, as that keeps nobody from asking for a
+    kernel of AITER's that vLLM does not call. A second one turns off its experts alone.
     """
-    aiter = environ.get("VLLM_ROCM_USE_AITER")
+    asked = [environ.get(f"VLLM_ROCM_USE_AITER{part}", "").lower() for part in ("", "_MOE")]
+    off = any(value not in ("true", "1", "") for value in asked)
     return {
-        "rocm_aiter": aiter.lower() in ("true", "1") if aiter else None,
+        "rocm_aiter": not off if off or asked[0] else None,
         "gfx950_gluon": environ.get("INKLING_GFX950_GLUON", "1") == "1",
     }
 

@@ -25,7 +25,7 @@ def engine_has_experts(target: Target, facts: Facts) -> str | None:
     if facts.weights == "mxfp4" and target.arch == "gfx942" and facts.moe_backend == "aiter":
         return "vLLM has no AITER MXFP4 kernel for gfx942 that accepts custom routing"
     if target.vendor == "rocm" and facts.moe_backend.startswith("aiter") and not facts.rocm_aiter:
-        return "VLLM_ROCM_USE_AITER is not 1, without which vLLM has none of AITER's experts"
+        return "vLLM wants VLLM_ROCM_USE_AITER=1 and VLLM_ROCM_USE_AITER_MOE not off for AITER's"
     return None
 
 

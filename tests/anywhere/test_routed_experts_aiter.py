@@ -197,7 +197,12 @@ def test_moe_backend_aiter_gets_aiter_or_a_sentence() -> None:
         assert switches({"VLLM_ROCM_USE_AITER": value})["rocm_aiter"] is on
     for chip in ("mi300x", "mi355x"):
         assert decided(f"{chip}{served}", **switches({}))["aiter"] == "chosen"
-    off = switches({"VLLM_ROCM_USE_AITER": "0"})
-    for words in ("aiter: VLLM_ROCM_USE_AITER is set to off", "engine: VLLM_ROCM_USE_AITER is no"):
-        with pytest.raises(SelectionError, match=words):
-            decided(f"mi355x{served}", **off)
+    for experts, on in (("1", True), ("", True), ("0", False), ("False", False)):
+        both = {"VLLM_ROCM_USE_AITER": "1", "VLLM_ROCM_USE_AITER_MOE": experts}
+        assert switches(both)["rocm_aiter"] is on
+    assert switches({"VLLM_ROCM_USE_AITER_MOE": "1"})["rocm_aiter"] is None
+    for name in ("VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MOE"):
+        for words in (r"aiter: VLLM_ROCM_USE_AITER or VLLM_ROCM_USE_AITER_MOE is set to off; unset",
+                      "engine: vLLM wants VLLM_ROCM_USE_AITER=1"):  # fmt: skip
+            with pytest.raises(SelectionError, match=words):
+                decided(f"mi355x{served}", **switches({name: "0"}))

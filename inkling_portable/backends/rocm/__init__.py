@@ -13,9 +13,9 @@ def aiter_a16w4(target: Target, facts: Facts) -> str | None:
     missing = needs(amd_aiter=">=0.1.16")(target, facts)
     if missing and "aiter-a16w4" not in target.features:
         return missing
-    if facts.rocm_aiter is False:
-        return "VLLM_ROCM_USE_AITER is set to off; unset it or ask for routed_experts=triton"
-    return None
+    return None if facts.rocm_aiter is not False else (
+        "VLLM_ROCM_USE_AITER or VLLM_ROCM_USE_AITER_MOE is set to off; unset it or ask for "
+        "routed_experts=triton")  # fmt: skip
 
 
 def switched_on(target: Target, facts: Facts) -> str | None:
