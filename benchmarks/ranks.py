@@ -1,7 +1,7 @@
 """Time the end of a branch over the GPUs of this host: three exchanges beside one another.
 
     python -m benchmarks.ranks [--ranks 2] [--tokens 1,4,16,64,512] [--hidden 6144]
-                               [--exchanges nccl,lamport,vllm] [--hand-over 2048]
+                               [--exchanges nccl,lamport,vllm] [--hand-over 8192]
                                [--prompts 512,2048] [--out benchmarks/results/ranks/h200-x2.json]
 
 `lamport` is ours without barriers, `nccl` the portable one (reduce-scatter, convolution, gather,
@@ -26,14 +26,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.timing import environment, median_us, need_gpus
+from benchmarks.timing import counts, environment, median_us, need_gpus
 from inkling_portable.backends.cuda import incumbent
 from inkling_portable.backends.triton import lamport
 from inkling_portable.backends.triton.short_conv import conv_residual_norm as portable
+from inkling_portable.commands._options import positive
 from inkling_portable.registry import Facts
 from inkling_portable.target import Target
 
 CALLS, PAGE = 60, 16
+EXCHANGES, WRITTEN = ("nccl", "lamport", "vllm"), ("norm", "sum", "state")
 Call = Callable[[], Any]
 
 
@@ -106,21 +108,27 @@ def measure(
         return found
 
     if "lamport" in asked:
-        refusal = lamport.prepare(Target.detect(), Facts(tp=ranks, hidden=hidden), group, gather)
-        assert refusal is None, refusal
-    engine = engines_exchange(rank, ranks, hidden, max(tokens)) if "vllm" in asked else None
+        facts = Facts(tp=ranks, hidden=hidden, step_rows=max(tokens + prompts))
+        if refusal := lamport.prepare(Target.detect(), facts, group, gather):
+            raise SystemExit(f"lamport: {refusal}; leave it out of --exchanges")
+    most = max(tokens, default=1)
+    engine = engines_exchange(rank, ranks, hidden, most) if "vllm" in asked else None
     rows: list[dict[str, Any]] = []
     for count, prompt in [(n, False) for n in tokens] + [(n, True) for n in prompts]:
         a = arguments(count, hidden, rank, ranks, prompt)
-        wanted = portable(**a, group=group)[1]
+        before = a["state"].clone()
+        wanted = [*portable(**a, group=group), a["state"].clone()]
         row: dict[str, Any] = {"tokens": count, "prompt": prompt}
         # vLLM's is told of requests, which the rows of `arguments` have one each of.
         for name, call in peers(a, group, None if prompt else engine, asked).items():
+            a["state"].copy_(before)
             for _ in range(3):
-                found = call()[1]
+                found = call()
             torch.cuda.synchronize()
-            apart = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
-            assert float(apart) < 2**-6, f"{name} computes something else: {float(apart):.3g}"
+            for what, got, right in zip(WRITTEN, (*found, a["state"]), wanted, strict=True):
+                apart = (got.float() - right.float()).abs().max() / right.float().abs().max()
+                if not float(apart) < 2**-6:
+                    raise SystemExit(f"{name} computes another {what}: {float(apart):.3g} apart")
             dist.barrier()
             calls = max(4, min(CALLS, 60_000 // count))
             row[name] = round(max(gather(median_us([call] * calls, least=1))), 2)
@@ -137,22 +145,28 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--tokens", default="1,4,16,64,128,256,512")
-    parser.add_argument("--hidden", type=int, default=6144)
-    parser.add_argument("--exchanges", default="nccl,lamport,vllm")
-    parser.add_argument("--prompts", default="")
-    parser.add_argument("--hand-over", type=int, default=lamport.HAND_OVER)
+    parser.add_argument("--ranks", type=positive, default=max(2, torch.cuda.device_count()))
+    parser.add_argument("--tokens", type=counts, default="1,4,16,64,128,256,512")
+    parser.add_argument("--hidden", type=positive, default=6144)
+    parser.add_argument("--exchanges", default=",".join(EXCHANGES))
+    parser.add_argument("--prompts", type=counts, default="")
+    parser.add_argument("--hand-over", type=positive, default=lamport.HAND_OVER)
     parser.add_argument("--out", default="")
     asked = parser.parse_args()
-    need_gpus(parser, max(1, asked.ranks))
-    tokens = [int(n) for n in asked.tokens.split(",")]
-    prompts = [int(n) for n in asked.prompts.split(",") if n]
+    exchanges = asked.exchanges.split(",")
+    if unknown := set(exchanges) - set(EXCHANGES):
+        parser.error(f"--exchanges takes {', '.join(EXCHANGES)}; found {', '.join(unknown)}")
+    if asked.ranks not in (2, 4, 8) or asked.hidden % (8 * asked.ranks):
+        parser.error("--ranks takes 2, 4 or 8, and --hidden multiples of 8 for each of them; found "
+                     f"{asked.ranks} and {asked.hidden}")  # fmt: skip
+    if not asked.tokens + asked.prompts:
+        parser.error("nothing is to be timed; give --tokens or --prompts some numbers of rows")
+    need_gpus(parser, asked.ranks)
     command = " ".join(["python", "-m", "benchmarks.ranks", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(
-            measure, (asked.ranks, f"{folder}/store", tokens, asked.hidden,
-                      asked.exchanges.split(","), prompts, asked.hand_over, asked.out, command),
+            measure, (asked.ranks, f"{folder}/store", asked.tokens, asked.hidden, exchanges,
+                      asked.prompts, asked.hand_over, asked.out, command),
             nprocs=asked.ranks,
         )  # fmt: skip
 

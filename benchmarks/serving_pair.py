@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -99,8 +100,10 @@ def steps_us(of_ranks: list[list[float]], steps: int) -> tuple[list[float], int]
 
 def cases_of(text: str) -> list[tuple[int, int]]:
     """'1x2048,64x512' -> requests and context of each case."""
-    found = [tuple(map(int, case.split("x"))) for case in text.split(",")]
-    return [(batch, context) for batch, context in found]
+    cases = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", case) for case in text.split(",")]
+    if not all(cases):
+        raise argparse.ArgumentTypeError(f"needs cases such as 1x2048,64x512; found {text!r}")
+    return [(int(case[1]), int(case[2])) for case in cases if case]
 
 
 def measure(served: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -169,6 +172,10 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     usual = "reference" if options.tiny else EXCHANGES
     options.exchanges = (options.exchanges or usual).split(",")
+    if unknown := set(options.exchanges) - {*EXCHANGES.split(","), "reference", "off"}:
+        parser.error(f"--exchanges takes {EXCHANGES} or off; found {', '.join(unknown)}")
+    if options.tiny:  # by default vLLM wants a memory node of its own for every rank on a CPU
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     options.cases = options.cases or cases_of(TINY if options.tiny else CASES)
     first = options.exchanges[0]
     os.environ["INKLING_PORTABLE"] = first if first == "off" else f"conv_residual_norm={first}"

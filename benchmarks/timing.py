@@ -62,6 +62,14 @@ def need_gpus(parser: argparse.ArgumentParser, count: int = 1, instead: str = ""
                        f"that has {'one' if count == 1 else 'them'}{instead}\n")  # fmt: skip
 
 
+def counts(text: str) -> list[int]:
+    """Whole numbers above 0 with commas between them, as the `type` of an option."""
+    found = text.split(",") if text else []
+    if not all(one.isdecimal() and int(one) for one in found):
+        raise argparse.ArgumentTypeError(f"needs numbers above 0, such as 1,16; found {text!r}")
+    return [int(one) for one in found]
+
+
 def environment() -> dict[str, Any]:
     """Date, device, versions, commit and command: what a figure is worth nothing without."""
     import triton

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 
 from inkling_portable.commands._options import OptionParser, positive
@@ -64,7 +65,13 @@ def main(argv: list[str]) -> int:
         if getattr(asked, name) is not None and not asked.strategy.startswith("multi_node"):
             parser.error(f"--{name} needs a multi_node strategy; {asked.strategy} has lines of one "
                          f"node each, so leave --{name} out")  # fmt: skip
-    found = render(asked.strategy, asked.model, asked.gpus, asked.nodes or 2, asked.head or "node0")
+    head = "node0" if asked.head is None else asked.head
+    for name, text, form in (("model", asked.model, r"[\w./~]\S*"),
+                             ("head", head, r"\w[\w.-]*|[\da-fA-F:]*")):  # fmt: skip
+        if not text or not re.fullmatch(form, text):
+            parser.error(f"--{name} needs {'a name or folder' if name == 'model' else 'an address'}"
+                         f", of one word and nothing else; found {text!r}")  # fmt: skip
+    found = render(asked.strategy, asked.model, asked.gpus, asked.nodes or 2, head)
     ranks = int(found[0][found[0].index("--tensor-parallel-size") + 1])
     if ranks not in SPLITS:
         parser.error(f"tensor parallelism needs one of {SPLITS} ranks; --gpus and --nodes give "

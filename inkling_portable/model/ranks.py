@@ -44,8 +44,8 @@ def patience() -> float:
         seconds = float(text or PATIENCE)
     except ValueError:
         seconds = 0.0
-    if seconds <= 0:
-        raise SelectionError(f"{VARIABLE} needs a number of seconds above 0; found {text!r}; "
+    if not 0 < seconds < 1e9:
+        raise SelectionError(f"{VARIABLE} needs seconds above 0 and below 1e9; found {text!r}; "
                              f"unset it for {PATIENCE:g}")  # fmt: skip
     return seconds
 

@@ -267,7 +267,9 @@ def test_a_rank_that_does_not_come_ends_the_start_in_time(
         assert f"rank {rank} waited in vain for rank {victim}, which died or hangs" in said
 
 
-def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(voting.VARIABLE, "soon")
-    with pytest.raises(SelectionError, match="needs a number of seconds above 0; found 'soon'"):
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan", "1e9"])
+def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(voting.VARIABLE, text)
+    words = f"needs seconds above 0 and below 1e9; found '{text}'; unset it for 600"
+    with pytest.raises(SelectionError, match=words):
         voting.patience()

@@ -201,7 +201,7 @@ def test_a_moment_belongs_to_the_kernel_that_ends_first() -> None:
 
 BENCHMARKS = sorted(path for path in Path(serving.__file__).parent.glob("*.py")
                     if "__main__" in path.read_text())  # fmt: skip
-PAIRS = ("serving_pair", "splits")
+PAIRS = ("ranks", "serving_pair", "splits")
 
 
 @pytest.mark.parametrize("name", [

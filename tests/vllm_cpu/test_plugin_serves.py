@@ -45,6 +45,9 @@ def test_our_class_serves_without_remote_code(engines: Callable[..., Engine]) ->
     assert engine.on_model(lambda model: type(model).__module__) == "inkling_portable.model.inkling"
     config = engine.llm.llm_engine.vllm_config.model_config
     assert type(config.hf_config).__module__ == "inkling_portable.model.hf_configs"
+    # What memory between ranks is made for.
+    rows = engine.on_model(lambda model: model.settings.facts.step_rows)
+    assert rows == engine.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens == 1024
     assert not config.trust_remote_code
 
 

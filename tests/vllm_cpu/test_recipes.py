@@ -88,6 +88,24 @@ def test_any_size(ranks: int) -> None:
         main(["single_node_tp", "--gpus", str(ranks + 16)])
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("--head=a b", "--head needs an address, of one word and nothing else; found 'a b'"),
+     ("--head=--evil", "--head needs an address"), ("--head=node0:1234", "found 'node0:1234'"),
+     ("--head=", "found ''"), ("--model=", "--model needs a name or folder"),
+     ("--model=--help", "found '--help'")],
+)  # fmt: skip
+def test_what_is_no_name(option: str, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        main(["multi_node_tp", option])
+
+
+@pytest.mark.parametrize("head", ["node-1.rack.example", "10.0.0.1", "fd00::12"])
+def test_addresses(head: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["multi_node_tp", "--head", head, "--model", "~/Inkling"]) == 0
+    assert f"--master-addr {head}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_document_has_the_lines(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([strategy]) == 0

@@ -80,7 +80,7 @@ OFFERS: tuple[Offer, ...] = (
           needs(tp=1, dtype="bfloat16", conv_taps=4, triton=">=3.6")),
     offer("conv_residual_norm", "vllm", ".incumbent:conv_residual_norm",
           needs(arch=("sm90", "sm100"), conv_taps=4), fork, ranks, prepare=".incumbent:prepare",
-          only_if_asked=True, verified="signature only"),
+          only_if_asked=True),
     # Products of 2 to 128 rows; one row, more, and what does not fit they hand to Triton's rows.
     *(offer(op, "wgmma", f".few_rows:{op}", needs(arch="sm90"), products, *more,
             only_if_asked=timed(op))
