@@ -40,10 +40,10 @@ class Step:
     states: list[torch.Tensor]
 
 
-def step(rows: int, ranks: int, seed: int, device: str = "cuda") -> Step:
+def step(rows: int, ranks: int, seed: int, device: str = "cuda", two: bool = False) -> Step:
     """Decode rows of one page each; quarters, whose sums are exact; the last of 3 rows is padding.
 
-    Padding holds NaN, of which nothing may arrive anywhere.
+    Padding holds NaN, of which nothing may arrive anywhere. `two`: each rank has two partial sums.
     """
     share = HIDDEN // ranks
     bf = torch.bfloat16
@@ -56,16 +56,18 @@ def step(rows: int, ranks: int, seed: int, device: str = "cuda") -> Step:
         sources[1] = torch.tensor([-1, -1, 0])  # a row of this step
     partials = [fill((rows, HIDDEN), bf, "grid", seed + rank) for rank in range(ranks)]
     residual = fill((rows, HIDDEN), bf, "grid", seed + 50)
-    for one in (*partials, residual):
+    extras = [fill((rows, HIDDEN), bf, "grid", seed + 30 + rank) for rank in range(ranks * two)]
+    for one in (*partials, *extras, residual):
         one[real:] = float("nan")
     weight = fill((HIDDEN, 4), bf, "grid", seed + 51)
-    state = fill((rows, PAGE, 1, HIDDEN), bf, "grid", seed + 52)
-    whole = torch.stack(partials).float().sum(0).to(bf)
+    drawn = fill((min(rows, 211), PAGE, 1, HIDDEN), bf, "grid", seed + 52)  # more takes seconds
+    state = drawn.repeat(-(-rows // len(drawn)), 1, 1, 1)[:rows]
+    whole = torch.stack([*partials, *extras]).float().sum(0).to(bf)
     kept = state.clone()
     _, summed = REFERENCE(whole, None, residual, weight, None, 1e-6, kept, slots, sources, "")
     parts = [slice(rank * share, (rank + 1) * share) for rank in range(ranks)]
     mine = [
-        {"partial": partials[rank], "extra": None, "residual": residual,
+        {"partial": partials[rank], "extra": extras[rank] if two else None, "residual": residual,
          "conv_weight": weight[part].contiguous(), "norm_weight": torch.ones(HIDDEN, dtype=bf),
          "eps": 1e-6, "state": state[..., part].contiguous(), "slots": slots, "sources": sources}
         for rank, part in enumerate(parts)
@@ -204,7 +206,10 @@ def gather(value: Any, size: int) -> list[Any]:
 
 
 def on_gpu(rank: int, size: int, store: str) -> None:
-    """A real rank: prepare as a server does, then the steps of the virtual ones."""
+    """A real rank: prepare as a server does, then what the virtual ones do, and long steps.
+
+    All ranks draw the same steps, each its own sleeps. Norms may be a rounding off.
+    """
     import torch.distributed as dist
 
     from inkling_portable.backends.triton import lamport
@@ -218,16 +223,53 @@ def on_gpu(rank: int, size: int, store: str) -> None:
         Target.detect(), Facts(tp=size), group, partial(gather, size=size)
     )  # fmt: skip
     assert refusal is None, refusal
+    device, wrong = f"cuda:{rank}", torch.zeros((), dtype=torch.int64, device="cuda")
+    same, own = random.Random(size), random.Random(100 + rank)
+
+    def call(of: Step) -> None:
+        mine, real = of.mine[rank], of.summed.shape[0]
+        normed, summed = lamport.conv_residual_norm(**mine, group=group)
+        right = of.summed.float()
+        right *= torch.rsqrt(right.square().mean(1, keepdim=True) + mine["eps"])
+        near = (normed[:real].float() - right).abs() <= 2**-7 * right.abs() + 2**-10
+        wrong.add_(~near.all() | (summed[:real] != of.summed).any()
+                   | (mine["state"] != of.states[rank]).any())  # fmt: skip
+
+    def sleep() -> None:
+        if own.random() < 0.02:
+            torch.cuda._sleep(own.randrange(1, 200_000))
+
+    def nothing_wrong(when: str) -> None:
+        torch.cuda.synchronize()
+        assert int(wrong) == 0, when
+
+    short = [step(rows, size, 11 * rows + two, device, bool(two))
+             for rows in (1, 3, 16, 200, 2) for two in (0, 1)]  # fmt: skip
+    for of in short:
+        call(of)
+    nothing_wrong("first calls")
     for i in range(3_000):
-        rows = (1, 3, 16, 1, 200, 2)[i % 6]
-        if i < 6 or not i % 100:
-            of = step(rows, size, i, f"cuda:{rank}")
-            _, summed = lamport.conv_residual_norm(**of.mine[rank], group=group)
-            assert torch.equal(summed[: of.summed.shape[0]], of.summed), (i, rows)
-            assert torch.equal(of.mine[rank]["state"], of.states[rank]), (i, rows)
+        sleep()
+        call(same.choice(short))
+        if i % 250 == 249:
+            nothing_wrong(f"call {i}")
+    graphs = []
+    for count in (1, 2, 5):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for of in short[:count]:
+                call(of)
+    for _ in range(300):
+        sleep()
+        which = same.randrange(len(graphs) + 1)
+        if which < len(graphs):
+            graphs[which].replay()
         else:
-            lamport.conv_residual_norm(**of.mine[rank], group=group)
-    torch.cuda.synchronize()
+            call(short[0])
+    nothing_wrong("graphs")
+    for rows in (2_049, lamport.HAND_OVER, lamport.HAND_OVER + 1):  # the last is the portable one's
+        call(step(rows, size, rows, device, two=True))
+        nothing_wrong(f"{rows} rows")
     dist.destroy_process_group()
 
 
