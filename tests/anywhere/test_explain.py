@@ -142,10 +142,12 @@ def test_vllms_switch_of_aiter_counts_as_in_a_server(
     monkeypatch.delenv("VLLM_ROCM_USE_AITER")
     capsys.readouterr()
     assert main(asked) == 0  # ours
-    assert "VLLM_ROCM_USE_AITER is not 1" in capsys.readouterr().out
-    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "0")
-    assert main(asked) != 0
-    assert "VLLM_ROCM_USE_AITER is set to off" in capsys.readouterr().err
+    assert "vLLM wants VLLM_ROCM_USE_AITER=1" in capsys.readouterr().out
+    for name in ("VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MOE"):
+        monkeypatch.setenv(name, "0")
+        assert main(asked) != 0
+        assert "VLLM_ROCM_USE_AITER_MOE is set to off" in capsys.readouterr().err
+        monkeypatch.setenv(name, "1")
 
 
 @pytest.mark.parametrize("target", ["h200", "mi300x", "b200+triton=3.6.0+vllm=0.33.0"])

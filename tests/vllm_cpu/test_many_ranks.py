@@ -1,8 +1,8 @@
 """Four ranks over one KV head of a global layer and two of a local one equal transformers.
 
-Heads are held by two or four ranks each, the convolution states of the branches are split among
-all; a prompt that comes again is taken from the cache of prefixes. And a rank that is lost while
-two serve ends the server, in time and with an error.
+So do eight over two and four. Heads are held by two or four ranks each, the convolution states of
+the branches are split among all; a prompt that comes again is taken from the cache of prefixes. And
+a rank that is lost while two serve ends the server, in time and with an error.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import psutil
 import pytest
 import torch
 
+from inkling_portable.commands.tiny import write_tiny
 from tests import nursery
-from tests.vllm_cpu.conftest import Oracle, prompt
+from tests.vllm_cpu.conftest import SOFT_BOUND, Oracle, prompt, soften_head
 
 
-def serve(folder: Path, prompts: list[list[int]]) -> list[Any]:
+def serve(folder: Path, prompts: list[list[int]], ranks: int) -> list[Any]:
     """Twice: what follows each prompt as log-probabilities, the tokens that did, cached tokens."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(str(folder), dtype="float32", tensor_parallel_size=4, max_model_len=256,
+    llm = LLM(str(folder), dtype="float32", tensor_parallel_size=ranks, max_model_len=256,
               block_size=16, kv_cache_memory_bytes=32 << 20, gpu_memory_utilization=0.1,
               max_logprobs=-1, max_num_batched_tokens=48)  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=-1)
@@ -41,21 +42,27 @@ def serve(folder: Path, prompts: list[list[int]]) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
 def test_more_ranks_than_heads(
-    checkpoint: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
+    if ranks == 8:
+        write_tiny(tmp_path, num_attention_heads=8, num_key_value_heads=2,
+                   swa_num_attention_heads=8, swa_num_key_value_heads=4)  # fmt: skip
+        soften_head(tmp_path)
+        checkpoint, oracle = tmp_path, Oracle(tmp_path, SOFT_BOUND)
     prompts = [prompt(length) for length in (5, 40, 103)]
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # other tests of this suite set it
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    found = nursery.call(serve, checkpoint, prompts)
+    found = nursery.call(serve, checkpoint, prompts, ranks)
     answer = oracle.answer(prompts[-1])
     for again, (rows, tokens, cached) in enumerate(found):
         assert not again or cached[-1] >= 64  # of 103, in blocks of all groups
         for ids, row, generated in zip(prompts, rows, tokens, strict=True):
             n = len(ids)
-            answer.check(torch.tensor([row]), slice(n - 1, n), f"{n} tokens on four ranks")
+            answer.check(torch.tensor([row]), slice(n - 1, n), f"{n} tokens on {ranks} ranks")
             oracle.assert_greedy(ids, generated)
 
 
