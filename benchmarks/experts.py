@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.timing import environment, median_us, need_gpus
+from benchmarks.timing import counts, environment, median_us, need_gpus
 from inkling_portable.agreement import disagreements
 from inkling_portable.backends.cuda import routed_experts_mma
 from inkling_portable.backends.triton import routed_experts as triton_experts
@@ -151,7 +151,7 @@ class Table:
 
     def __init__(self, model: str, form: str, asked: argparse.Namespace) -> None:
         self.model, self.form, self.asked = model, form, asked
-        self.tokens = [int(n) for n in asked.tokens.split(",")]
+        self.tokens: list[int] = asked.tokens
         tiles = [chip for chip in asked.tiles.split(",") if chip]
         self.providers = providers(form, tiles)
         self.weights = weights_of(model, form)
@@ -310,7 +310,7 @@ def together(
 ) -> None:
     """`keep` every row: a process for each model and format, one of them timing at a time."""
     context, waiting, workers = get_context("spawn"), {}, {}
-    start, tokens_list = time.monotonic(), [int(n) for n in asked.tokens.split(",")]
+    start, tokens_list = time.monotonic(), asked.tokens
     try:
         for name in work:
             waiting[name], other = context.Pipe()
@@ -346,7 +346,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="large-tp8")
     parser.add_argument("--formats", default="nvfp4")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--tokens", type=counts, default=",".join(map(str, TOKENS)))
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--proxy", action="store_true")
     parser.add_argument("--tiles", default="", help="other chips, comma-separated")

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import serving_rank
+from benchmarks.timing import counts, environment, need_gpus
 
 VARIANTS = ("plugin", "off", "off-split")
 Sizes = tuple[int, ...]
@@ -458,8 +459,6 @@ def about() -> dict[str, Any]:
     import torch
 
     if torch.cuda.is_available():
-        from benchmarks.timing import environment
-
         return environment()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     return {"date": time.strftime("%Y-%m-%d"), "machine": platform.machine(), "gpu": "none",
@@ -498,8 +497,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="of prefill and throughput")
     parser.add_argument("--ask", default="", metavar="OP=PROVIDER,...", help="of the plugin")
     parser.add_argument("--drafts", type=int, default=0, metavar="K")
-    parser.add_argument("--all-drafts", default="1,2,3,4,5,6,7,8", metavar="K,...",
-                        type=lambda text: [int(k) for k in text.split(",") if k])  # fmt: skip
+    parser.add_argument("--all-drafts", type=counts, default="1,2,3,4,5,6,7,8", metavar="K,...")
     parser.add_argument("--model", default="Inkling")
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--layers", type=int, help="the first ones only; all if left out")
@@ -522,8 +520,6 @@ def main(argv: list[str]) -> int:
     if options.own_process and options.variant == "off-split":
         parser.error("--own-process leaves out off-split, which is enabled in this process")
     if not (options.tiny or options.dry_run):
-        from benchmarks.timing import need_gpus
-
         need_gpus(parser, instead=", or try it with --tiny")
     if options.all:
         return run_all(argv, options)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.small_ops_shapes import LAYERS, OPS, RANKS, Arguments, Rank, arguments
-from benchmarks.timing import copies, environment, median_us, need_gpus
+from benchmarks.timing import copies, counts, environment, median_us, need_gpus
 from inkling_portable.agreement import disagreements
 from inkling_portable.backends.cuda import OFFERS as CUDA
 from inkling_portable.backends.triton import OFFERS
@@ -296,23 +296,22 @@ def tune(rows_list: list[int], rank: Rank) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", default="1,4,16,64")
-    parser.add_argument("--prefill", default="4096", help="token counts of single long requests")
+    parser.add_argument("--rows", type=counts, default="1,4,16,64")
+    parser.add_argument("--prefill", type=counts, default="4096",
+                        help="token counts of single long requests")  # fmt: skip
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--ranks", default="large-tp8-global")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tune", action="store_true")
     chosen = parser.parse_args()
     need_gpus(parser)
-    rows_list = [int(n) for n in chosen.rows.split(",") if n]
     ranks = [RANKS[name] for name in chosen.ranks.split(",")]
     started, results = time.perf_counter(), []
     if chosen.tune:
         for rank in ranks:
-            results += tune([n for n in rows_list if n <= 64], rank)
+            results += tune([n for n in chosen.rows if n <= 64], rank)
     else:
-        shapes = [(n, True) for n in rows_list]
-        shapes += [(int(n), False) for n in chosen.prefill.split(",") if n]
+        shapes = [(n, True) for n in chosen.rows] + [(n, False) for n in chosen.prefill]
         for rank in ranks:
             for op in chosen.ops.split(","):
                 layers = LAYERS if op == "skinny_linear" else ("qkvr",)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.timing import environment, median_us, need_gpus
+from benchmarks.timing import counts, environment, median_us, need_gpus
 from inkling_portable.backends.reference import towers as reference
 from inkling_portable.backends.triton import towers as triton
 from inkling_portable.model import preprocess
@@ -223,13 +223,12 @@ def sound_row(width: int, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--patches", default="64,1000,4096")
-    parser.add_argument("--widths", default="6144,4096")
+    parser.add_argument("--patches", type=counts, default="64,1000,4096")
+    parser.add_argument("--widths", type=counts, default="6144,4096")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     need_gpus(parser)
-    widths = [int(width) for width in options.widths.split(",")]
     rows: list[dict[str, Any]] = []
 
     def done(row: dict[str, Any]) -> None:
@@ -239,11 +238,11 @@ def main() -> None:
             options.out.write_text(json.dumps({"machine": environment(), "rows": rows}, indent=1))
 
     with torch.inference_mode():
-        for width in widths:
-            for patches in (int(count) for count in options.patches.split(",")):
+        for width in options.widths:
+            for patches in options.patches:
                 done(picture_row(width, patches))
             done(sound_row(width, options.seconds))
-        for row in stage_rows(widths[0], 1000):
+        for row in stage_rows(options.widths[0], 1000):
             done(row)
 
 
