@@ -38,6 +38,7 @@ from inkling_portable.agreement import disagreements
 from inkling_portable.backends.cuda import routed_experts_mma
 from inkling_portable.backends.triton import routed_experts as triton_experts
 from inkling_portable.backends.triton._common import launching_for
+from inkling_portable.formats import ARRANGED, arranged
 from inkling_portable.registry import contract
 from inkling_portable.target import Target
 
@@ -84,7 +85,8 @@ def weights_of(model: str, form: str, device: str = "cuda") -> dict[str, Any]:
     hidden, width = MODELS[model]
     found: dict[str, Any] = {"format": form, "act": "bf16", "interleaved": True}
     for name, rows, columns in (("w13", 2 * width, hidden), ("w2", hidden, width)):
-        parts = stack(form, rows, columns, device)
+        # Drawn codes need no arranging: any eight are as likely.
+        parts = stack(form.removesuffix(ARRANGED), rows, columns, device)
         found |= {name: parts[0], f"{name}_scale": parts[1], f"{name}_global": parts[2]}
     return found
 
@@ -155,6 +157,10 @@ class Table:
         tiles = [chip for chip in asked.tiles.split(",") if chip]
         self.providers = providers(form, tiles)
         self.weights = weights_of(model, form)
+        self.given = dict.fromkeys(self.providers, self.weights)
+        if "mma" in self.given:  # as a server does
+            there = {name: arranged(self.weights[name]) for name in ("w13", "w2")}
+            self.given["mma"] = self.weights | there | {"format": form + ARRANGED}
         self.verdicts: dict[int, Any] = {}
         self.peers: dict[int, dict[str, Peer]] = {tokens: {} for tokens in self.tokens}
 
@@ -179,9 +185,12 @@ class Table:
             if self.asked.no_check or time.monotonic() > until:
                 return
             if tokens not in self.verdicts:
-                call, op = {**self.weights, **self.data(tokens, 1)[0]}, contract("routed_experts")
-                faults = [f"{name}: {reason}" for name, provider in self.providers.items()
-                          for reason in disagreements(op, provider, call)]  # fmt: skip
+                one, op = self.data(tokens, 1)[0], contract("routed_experts")
+                faults = [
+                    f"{name}: {reason}"
+                    for name, provider in self.providers.items()
+                    for reason in disagreements(op, provider, self.given[name] | one)
+                ]
                 self.verdicts[tokens] = faults or "holds"
                 torch.cuda.empty_cache()  # others may be at work beside
 
@@ -208,7 +217,7 @@ class Table:
         if self.asked.tune and "mma" in self.providers:
             from benchmarks.experts_tune import tune
 
-            settings = tune(self.model, self.weights, tokens)
+            settings = tune(self.model, self.given["mma"], tokens)
         if self.asked.tune:
             self.check([tokens], float("inf"))
         row = self.measure(tokens)
@@ -222,7 +231,7 @@ class Table:
         sets = self.data(tokens, calls_for(tokens))
         runs: dict[str, list[Callable[[], Tensor]]] = {}
         for name, provider in self.providers.items():
-            runs[name] = [partial(provider, **self.weights, **one) for one in sets]
+            runs[name] = [partial(provider, **self.given[name], **one) for one in sets]
         for name, peer in self.peers[tokens].items():
             # All experts at once are hundreds of times an L2: a few calls are cold as well.
             some = sets[:4] if unpacks(name, self.form) else sets

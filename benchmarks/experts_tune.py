@@ -21,6 +21,7 @@ from inkling_portable.backends.cuda import compiled
 from inkling_portable.backends.cuda import routed_experts_mma as module
 from inkling_portable.backends.cuda.routed_experts_mma import Stream, Tiles
 from inkling_portable.backends.triton.routed_experts import Matrix, matrix
+from inkling_portable.formats import ARRANGED
 
 # Warps; warps that share columns, tiles of 16 rows and parts of the columns of the first product;
 # tiles and parts of the second one; stages, blocks of an SM, warps that bring codes.
@@ -108,8 +109,9 @@ def tune(model: str, weights: dict[str, Any], tokens: int) -> dict[str, str]:
     """Leave the best settings for this step in place; returns them by product, with their time."""
     sets = realistic(tokens_of(MODELS[model][0], tokens, calls_for(tokens)))
     calls = [lambda one=one: module.routed_experts(**weights, **one) for one in sets]
+    form = weights["format"].removesuffix(ARRANGED)
     up, down = (matrix(name, weights[name], weights[f"{name}_scale"], weights[f"{name}_global"],
-                       weights["format"], sets[0]["x"]) for name in ("w13", "w2"))  # fmt: skip
+                       form, sets[0]["x"]) for name in ("w13", "w2"))  # fmt: skip
     found: dict[str, tuple[float, dict[str, Any], Any]] = {}
     tried = list(trials(tokens, up, down))
     compile_ahead(calls[0], [names for _, names, _ in tried])

@@ -8,10 +8,13 @@ dimensions "..." (experts).
 
 from inkling_portable.formats.activations import ACTIVATION_FORMATS, fake_quantize
 from inkling_portable.formats.codes import (
+    ARRANGED,
     E2M1_VALUES,
     E4M3_VALUES,
     E4M3FNUZ_VALUES,
     E8M0_VALUES,
+    arranged,
+    as_stored,
     decode_e2m1,
     decode_e4m3,
     decode_e8m0,
@@ -44,6 +47,7 @@ from inkling_portable.formats.nvfp4 import (
 
 __all__ = [
     "ACTIVATION_FORMATS",
+    "ARRANGED",
     "E2M1_VALUES",
     "E4M3FNUZ_VALUES",
     "E4M3_VALUES",
@@ -51,6 +55,8 @@ __all__ = [
     "MXFP4_BLOCK",
     "MX_SCALE_RULES",
     "NVFP4_BLOCK",
+    "arranged",
+    "as_stored",
     "check_fp8",
     "check_mxfp4",
     "check_nvfp4",

@@ -7,6 +7,8 @@ to the even code, keeps the sign of zero and saturates at the largest value.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
@@ -191,3 +193,40 @@ def shaped_scale(packed: Tensor, scale: Tensor, block: int, name: str) -> Tensor
             f"check that weight and scale belong together"
         )
     return scale.reshape(wanted)
+
+
+ARRANGED = "-arranged"
+"""What the name of a 4-bit format ends in where its codes are `arranged`."""
+
+# Bits of a 32-bit word of eight codes where they arrive, and how far to the left they move.
+_MOVES = ((0x00070007, 0), (0x02000200, 6), (0x01C001C0, 2), (0x80008000, 8), (0x70007000, 4),
+          (1 << 21, 10), (1 << 5, -22), (0x04000400, -2), (0x00180018, -10),
+          (0x08000800, -4))  # fmt: skip
+
+
+def arranged(packed: Tensor) -> Tensor:
+    """Packed E2M1 codes uint8 [..., n], n a multiple of 4, with other places for each eight's bits.
+
+    Kernels want two codes in the halves of a word, each with its value at bits 6 to 8 and its sign
+    at bit 15. Here codes j and j + 4 come there by one shift for j = 0 (6 to the left), 1 (none)
+    and 2 (a rotation by 6 to the right); for j = 3 by 4 to the left, but the last bit by 4 to the
+    right. As stored they take half as many operations more. `as_stored` undoes it.
+    """
+    return _moved(packed, _MOVES)
+
+
+def as_stored(packed: Tensor, format: str) -> tuple[Tensor, str]:
+    """Packed codes and their format, both without what `arranged` did if the format says so."""
+    if not format.endswith(ARRANGED):
+        return packed, format
+    back = [(bits >> left if left >= 0 else bits << -left, -left) for bits, left in _MOVES]
+    return _moved(packed, back), format.removesuffix(ARRANGED)
+
+
+def _moved(packed: Tensor, moves: Iterable[tuple[int, int]]) -> Tensor:
+    words = packed.view(torch.int32)
+    out = torch.zeros_like(words)
+    for bits, left in moves:
+        moved = words << left if left >= 0 else words >> -left
+        out |= moved & (bits - (bits >> 31 << 32))  # as a signed number
+    return out.view(torch.uint8)

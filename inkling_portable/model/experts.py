@@ -4,7 +4,7 @@ The decision for `routed_experts` is taken first, for the number format of each 
 vLLM's fused layer with its own method, so that expert parallelism over data-parallel ranks, load
 balancing and adapters stay the engine's. Else no method of the engine is ever built, which may
 raise where our op runs: the op reads weights that this file holds, in one layout for every batch
-size, the checkpoint's own.
+size, the checkpoint's own but for the places of bits where that saves a kernel instructions.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import torch
 from torch import Tensor, nn
 
+from inkling_portable.formats import ARRANGED, arranged
 from inkling_portable.model.checkpoint import Experts
 from inkling_portable.model.config import ConfigError
 from inkling_portable.model.engine import (
@@ -32,6 +33,10 @@ from inkling_portable.model.warm_up_steps import Call
 
 TOGETHER: dict[tuple[str, ...], int] = {("wgmma",): 128}
 """Rows up to which providers of gated_sinks have fewer launches than its parts; the others: one."""
+
+
+ARRANGES = (("mma",),)
+"""Providers of routed_experts that take 4-bit codes as `formats.arranged` has them, and faster."""
 
 
 class Gate(nn.Module):
@@ -120,6 +125,7 @@ class OwnWeights(nn.Module):
 
     w13_weight: nn.Parameter
     w2_weight: nn.Parameter
+    arranged: Tensor
 
     def __init__(self, hidden: int, width: int, experts: int, layout: Layout | None) -> None:
         super().__init__()
@@ -127,6 +133,7 @@ class OwnWeights(nn.Module):
         kind = {"fp8": torch.float8_e4m3fn, None: None}.get(
             layout.format if layout else None, torch.uint8
         )
+        self.register_buffer("arranged", torch.zeros(1, dtype=torch.bool))
         for name, rows, columns in (("w13", 2 * width, hidden), ("w2", hidden, width)):
             stored = columns // 2 if packed else columns
             self._add(f"{name}_weight", (experts, rows, stored), kind)
@@ -141,6 +148,17 @@ class OwnWeights(nn.Module):
 
     def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
         setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
+
+    def arrange(self) -> None:
+        """Give 4-bit codes the places that a kernel of ARRANGED wants; `arranged` says it is done.
+
+        It is a buffer, as weights that are saved from here come back with it.
+        """
+        if not self.arranged:
+            for weight in (self.w13_weight, self.w2_weight):
+                for some in weight.data.split(32):  # what it needs beside is of few experts
+                    some.copy_(arranged(some))
+            self.arranged.fill_(True)
 
     def finish(self) -> None:
         """Bring the factors of gate and up rows into the op's form, once they are loaded.
@@ -184,12 +202,22 @@ class OwnExperts(nn.Module):
         self.local = min(share, text.num_experts - self.first)
         self.split = 1 if facts.ep > 1 else settings.tp
         self.rank = 0 if facts.ep > 1 else settings.rank
-        self.format, self.layout = format, layout
+        self.layout = layout
         self.ops = settings.expert_ops(format)
         self.routed_experts = OwnWeights(
             text.hidden_size, text.expert_width // self.split, self.local, layout
         )
-        self.quant_method = AfterLoading(self.routed_experts.finish)
+        # Whole chunks of columns, or the provider would hand steps to one that has to undo it.
+        chosen = [d.provider for d in self.ops.decisions
+                  if (d.op, d.verdict) == ("routed_experts", "chosen")]  # fmt: skip
+        uneven = text.hidden_size % 128 or text.expert_width // self.split % 128
+        arrange = (*chosen,) in ARRANGES and not uneven
+        self.format = format + ARRANGED * arrange
+        self.quant_method = AfterLoading(self._finish if arrange else self.routed_experts.finish)
+
+    def _finish(self) -> None:
+        self.routed_experts.arrange()
+        self.routed_experts.finish()
 
     def share(self) -> Experts:
         ids = tuple(range(self.first, self.first + self.local))

@@ -505,3 +505,24 @@ def test_refusals_name_the_tensor_and_can_be_switched_off() -> None:
     with pytest.raises(ValueError, match=r"^layer 3 w2: "):
         f.dequantize_mxfp4(W4, replaced(S32, 255), name="layer 3 w2")
     assert f.dequantize_mxfp4(W4, replaced(S32, 255), check=False)[1, 2, 32:].isnan().all()
+
+
+def test_arranged_codes_are_where_kernels_look() -> None:
+    """Every code at each of eight places: pairs (j, j + 4), values at bits 6-8, signs at 15."""
+    codes = torch.randint(0, 16, (2000, 8), generator=generator(9), dtype=torch.uint8)
+    for place in range(8):
+        codes[16 * place : 16 * place + 16, place] = torch.arange(16)
+    stored = f.pack_e2m1(codes).unsqueeze(0)  # leading dimensions, as experts are
+    there = f.arranged(stored)
+    assert there.shape == stored.shape and not torch.equal(there, stored)
+    for name in ("nvfp4", "mxfp4"):
+        assert f.as_stored(stored, name) == (stored, name)
+        back, plain = f.as_stored(there, name + f.ARRANGED)
+        assert torch.equal(back, stored) and plain == name
+    for eight, word in zip(codes.tolist(), there.view(torch.int32).flatten().tolist(), strict=True):
+        w = word % 2**32
+        last = w << 4 & 0x81808180 | w >> 4 & 0x00400040
+        for j, both in enumerate((w << 6, w, w >> 6 | w << 26, last)):
+            for half, code in enumerate((eight[j], eight[j + 4])):
+                bits = both >> 16 * half
+                assert (bits >> 15 & 1) << 3 | bits >> 6 & 7 == code

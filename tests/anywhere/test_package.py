@@ -33,26 +33,27 @@ def line_count(paths: list[Path]) -> int:
 def test_line_budget() -> None:
     """Reading the whole must stay possible.
 
-    16,290 lines for registry, kernels and model: the towers and the preprocessing of media became
+    16,365 lines for registry, kernels and model: the towers and the preprocessing of media became
     ours after the first figure of 10,000 and are 1,500 of them, experts on NVIDIA's and AITER's
     own terms 780, attention on Hopper, with the engine's kernels beside it, 900, the vision tower
     in the engine's graphs 130, many ranks with their votes and exchanges 825, options that are
     refused 65, the check of kernels on loaded weights 150, a step in fewer launches 300, long
-    steps 130, products of few rows 230, and kernels that hand over what they do not take 25.
+    steps 130, products of few rows 230, kernels that hand over what they do not take 25, and codes
+    of 4 bits in the places that a kernel wants 40.
     6,200 for commands and chat, of which the questions of `eval`, their words, pictures and sounds
     are 1,000, `bench serve` 350, and chat's own renderer, parsers and grammars 1,400;
     what is wrong with options before anything is started 60, formats that none can have 25.
-    3,430 for what is left: the conversion of checkpoints, 1,200 of them, came after a first figure
+    3,475 for what is left: the conversion of checkpoints, 1,200 of them, came after a first figure
     of 2,500, which AMD code was executed is 110, what drafts cost is 70 and
-    the recipe's strategies are 75.
+    the recipe's strategies are 75, and arranged codes 45.
     """
     apart = sources(*APART)
     core = [*sources("backends", "model"), PACKAGE / "registry.py"]
     rest = [path for path in sources() if path not in apart and path not in core]
     assert len(core) > 30 and len(rest) > 5, "the budget was measured over the wrong folder"
-    assert line_count(core) <= 16_325
+    assert line_count(core) <= 16_365
     assert line_count(apart) <= 6_225
-    assert line_count(rest) <= 3_430
+    assert line_count(rest) <= 3_475
     assert {p.name: n for p in sources() if (n := line_count([p])) > 700} == {}
 
 

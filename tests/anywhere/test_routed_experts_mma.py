@@ -20,6 +20,7 @@ from inkling_portable.backends.cuda import OFFERS, compiled
 from inkling_portable.backends.cuda import routed_experts_mma as module
 from inkling_portable.backends.triton._common import launching_for
 from inkling_portable.backends.triton.routed_experts import Matrix
+from inkling_portable.formats import ARRANGED, arranged
 from inkling_portable.registry import Facts, check_schema, contract
 from inkling_portable.target import Target
 from tests.anywhere.test_triton_experts import case
@@ -93,6 +94,18 @@ def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPat
     arguments["ids"][0] = torch.tensor([-1, 6, 2])
     arguments["interleaved"] = rows % 2 == 1
     assert not disagreements(OP, provider, arguments)
+    assert_arranged_codes_change_no_bit(provider, arguments)
+
+
+def assert_arranged_codes_change_no_bit(
+    provider: Callable[..., Tensor], arguments: dict[str, Any]
+) -> None:
+    """Nor is the kernel the same; the contract reads such codes too."""
+    there = arguments | {name: arranged(arguments[name]) for name in ("w13", "w2")}
+    there["format"] += ARRANGED
+    assert torch.equal(provider(**there), provider(**arguments))
+    assert torch.equal(OP.reference(**there), OP.reference(**arguments))
+    assert not torch.equal(provider(**there | {"format": arguments["format"]}), provider(**there))
 
 
 def use(monkeypatch: pytest.MonkeyPatch, settings: module.Stream | None) -> None:
@@ -226,9 +239,10 @@ def test_what_the_kernels_do_not_take_goes_to_triton(monkeypatch: pytest.MonkeyP
     odd["x"] = torch.zeros(2, 132, dtype=torch.bfloat16)[:, 4:]
     for arguments in (case("fp8", 2, 6, 3, 128, 128), case("nvfp4", 2, 6, 3, 160, 128),
                       case("mxfp4", 2, 6, 3, 128, 96), odd,
-                      case("nvfp4", 2, 6, 3, 128, 128, torch.float32)):  # fmt: skip
+                      case("nvfp4", 2, 6, 3, 128, 128, torch.float32),
+                      case("nvfp4", 2, 6, 3, 160, 128) | {"format": "nvfp4-arranged"}):  # fmt: skip
         OFFER.load()(**arguments)
-    assert handed == ["fp8", "nvfp4", "mxfp4", "nvfp4", "nvfp4"]
+    assert handed == ["fp8", "nvfp4", "mxfp4", "nvfp4", "nvfp4", "nvfp4-arranged"]
 
 
 def test_the_row_needs_an_nvidia_chip_and_4_bit_weights() -> None:

@@ -17,7 +17,12 @@ from inkling_portable.backends.cuda import routed_experts_wgmma as module
 from inkling_portable.backends.cuda.routed_experts_wgmma import Tiles
 from inkling_portable.compile_ahead import compiled_ahead
 from inkling_portable.registry import contract
-from tests.anywhere.test_routed_experts_mma import OFFER, HostKernel, build
+from tests.anywhere.test_routed_experts_mma import (
+    OFFER,
+    HostKernel,
+    assert_arranged_codes_change_no_bit,
+    build,
+)
 from tests.anywhere.test_triton_experts import case
 
 OP = contract("routed_experts")
@@ -53,6 +58,7 @@ def test_contract(provider: Callable[..., Tensor], monkeypatch: pytest.MonkeyPat
     arguments["ids"][0] = torch.tensor([-1, 5, 2])
     arguments["interleaved"] = rows % 2 == 1
     assert not disagreements(OP, provider, arguments)
+    assert_arranged_codes_change_no_bit(provider, arguments)
 
 
 def test_nothing_is_launched_while_kernels_are_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:

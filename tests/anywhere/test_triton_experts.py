@@ -262,6 +262,16 @@ def test_parts_and_plans_change_no_bit(form: str, monkeypatch: pytest.MonkeyPatc
 # --- refusals ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_arranged_codes_give_what_stored_ones_do(form: str) -> None:
+    """Steps that no kernel with arranged codes takes come here."""
+    arguments = case(form)
+    there = arguments | {name: formats.arranged(arguments[name]) for name in ("w13", "w2")}
+    got = provider()(**there | {"format": form + formats.ARRANGED})
+    assert torch.equal(got, provider()(**arguments))
+    assert not torch.equal(provider()(**there), got)
+
+
 @pytest.mark.parametrize(("form", "changed", "words"), [
     ("nvfp4", {"act": "fp8"}, "act 'bf16'; found 'fp8'"),
     ("nvfp4", {"format": "int4"}, "unknown weight format 'int4'"),

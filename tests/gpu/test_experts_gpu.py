@@ -8,6 +8,7 @@ import torch
 from benchmarks.experts import FORMATS, MODELS, realistic, tokens_of, weights_of
 from inkling_portable.agreement import convert, disagreements, run
 from inkling_portable.backends import cuda, triton
+from inkling_portable.formats import arranged
 from inkling_portable.inputs import SeededDraw
 from inkling_portable.registry import Facts, contract
 from inkling_portable.target import Target
@@ -15,6 +16,7 @@ from tests.guards import broken_guards, guarded
 
 Provider = Callable[..., torch.Tensor]
 OP = contract("routed_experts")
+SERVED = ["nvfp4-arranged", "mxfp4-arranged"]
 TARGET, FACTS = Target.detect(), Facts(weights="nvfp4")
 ROWS = [row for row in (*triton.OFFERS, *cuda.OFFERS)
         if row.op == "routed_experts" and row.refusal(TARGET, FACTS) is None]  # fmt: skip
@@ -33,7 +35,7 @@ def test_contract_on_drawn_inputs(routed_experts: Provider) -> None:
         assert not disagreements(OP, routed_experts, drawn, device="cuda"), seed
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [*FORMATS, *SERVED])
 @pytest.mark.parametrize("model", ["large-tp8", "small-tp2"])
 def test_contract_on_served_shapes(routed_experts: Provider, form: str, model: str) -> None:
     torch.manual_seed(0)
@@ -56,7 +58,7 @@ def test_extreme_routing_on_served_shapes(routed_experts: Provider) -> None:
         assert not disagreements(OP, routed_experts, {**weights, **one}), tokens
 
 
-@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "nvfp4-arranged"])
 def test_extreme_routing_of_long_steps(routed_experts: Provider, form: str) -> None:
     """Every row of a few experts' or of one token's only; another's are zeros; nothing at all."""
     torch.manual_seed(4)
@@ -89,7 +91,7 @@ def test_nothing_outside_the_arguments_is_touched(routed_experts: Provider) -> N
         assert torch.equal(got.cpu(), plain), seed
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [*FORMATS, *SERVED])
 def test_graph_replay_equals_eager_and_runs_repeat(routed_experts: Provider, form: str) -> None:
     """Bit for bit, with other tokens between capture and replay, and run after run."""
     torch.manual_seed(2)
@@ -122,3 +124,15 @@ def test_long_steps_give_what_short_ones_do(routed_experts: Provider) -> None:
             short = routed_experts(**weights, **some).float()
             apart = (long - short).norm(dim=1) / short.norm(dim=1)
             assert apart.max() < 2**-6, (model, tokens)
+
+
+@pytest.mark.parametrize("form", SERVED)
+def test_arranged_codes_change_no_bit(routed_experts: Provider, form: str) -> None:
+    for model in ("large-tp8", "small-tp1"):
+        torch.manual_seed(6)
+        stored = weights_of(model, form.partition("-")[0])
+        there = stored | {w: arranged(stored[w]) for w in ("w13", "w2")} | {"format": form}
+        for tokens in (1, 16, 64, 128, 300, 700, 8192):
+            one = realistic(tokens_of(MODELS[model][0], tokens, 1))[0]
+            got = routed_experts(**there, **one)
+            assert torch.equal(got, routed_experts(**stored, **one)), (model, tokens)

@@ -24,10 +24,11 @@ from vllm.platforms import current_platform
 
 from inkling_portable.backends.reference.experts import routed_experts
 from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.formats import arranged
 from inkling_portable.model import checkpoint, loading
 from inkling_portable.model import quant_layouts as quant
 from inkling_portable.model.engine import build_routed_experts
-from inkling_portable.model.experts import MoE, OwnWeights
+from inkling_portable.model.experts import MoE, OwnExperts, OwnWeights
 from inkling_portable.model.settings import Settings
 from inkling_portable.model.weight_format import read_block
 from inkling_portable.registry import SelectionError
@@ -146,6 +147,37 @@ def test_ours_loads_and_computes_there(settings: Settings, tmp_path: Path) -> No
     ]  # fmt: skip
     wanted = routed_experts(x, ids, weights, *dense, *4 * (None,), "bf16", "bf16", True)
     assert torch.equal(moe.experts(x, weights, ids), wanted)
+
+
+@pytest.mark.parametrize("width", [128, 96])
+def test_codes_are_arranged_once_for_the_kernel_that_wants_it(
+    settings: Settings, width: int
+) -> None:
+    """Where its columns fit; a saved state says so, or what reads it would do it again."""
+    text = dataclasses.replace(settings.text, expert_width=width)
+    asked = dataclasses.replace(
+        settings,
+        target=Target.parse("h200+triton=3.6.0+vllm=0.33.0"),
+        facts=dataclasses.replace(settings.facts, dtype="bfloat16"),
+        requests=(("routed_experts", "mma"),),
+        config=dataclasses.replace(settings.config, text=text),
+    )
+    moe = OwnExperts(asked, "mxfp4", asked.expert_layout(3))
+    own, draw = moe.routed_experts, torch.Generator().manual_seed(5)
+    stored = [torch.randint(0, 256, w.shape, generator=draw, dtype=torch.uint8)
+              for w in (own.w13_weight, own.w2_weight)]  # fmt: skip
+    for weight, values in zip((own.w13_weight, own.w2_weight), stored, strict=True):
+        weight.data.copy_(values)
+    for _ in range(2):
+        moe.quant_method.process_weights_after_loading(moe)
+    held = [own.w13_weight.data, own.w2_weight.data]
+    assert moe.format == "mxfp4" + "-arranged" * (width == 128)
+    assert all(map(torch.equal, held, map(arranged, stored) if width == 128 else stored))
+    assert bool(own.state_dict()["arranged"]) == (width == 128)
+    called: list[Any] = []
+    moe.ops = SimpleNamespace(routed_experts=lambda *args: called.extend(args))
+    moe(torch.zeros(1, 128), torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int32))
+    assert called[9] == moe.format and torch.equal(called[3], held[0])
 
 
 def test_factors_of_gate_and_up_take_the_ops_form() -> None:

@@ -166,6 +166,15 @@ DEVICE void decode_scales(u32 codes, u32& first, u32& second) {
 
 // Eight codes times their scale: pairs (j, j + 4).
 DEVICE void decode(u32 word, u32 scale, u32* pairs) {
+#if ARRANGED
+    // Bits as `formats.arranged` puts them: one shift, or none, brings both codes of a pair to bits 6
+    // to 8 and 15; those of the last pair, which has what the others leave, need two.
+    const u32 all = 0x81C081C0u, last = masked(word >> 4, 0x00400040u);
+    pairs[0] = multiply_pairs(word * 64 & all, scale);
+    pairs[1] = multiply_pairs(word & all, scale);
+    pairs[2] = multiply_pairs((word >> 6 | word << 26) & all, scale);
+    pairs[3] = multiply_pairs((word * 16 & 0x81808180u) | last, scale);
+#else
     const u32 next = without_byte(word), odd = masked(word, 0x80808080u);
     // One multiplication moves the sign of a nibble to bit 15 and its value to bit 6. Odd nibbles take
     // the other way, so that both kinds of units are busy.
@@ -173,6 +182,7 @@ DEVICE void decode(u32 word, u32 scale, u32* pairs) {
     pairs[1] = multiply_pairs(signed_pair(word * 4, odd * 256), scale);
     pairs[2] = multiply_pairs(((next & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, scale);
     pairs[3] = multiply_pairs(signed_pair(next * 4, odd), scale);
+#endif
 }
 
 DEVICE u32 shared_scales(const u8* p) { return BLOCK == 16 ? *(const u16*)p : *p; }

@@ -9,7 +9,7 @@ the Triton kernels, which read the same layout.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from inkling_portable.backends.triton._common import (
 from inkling_portable.backends.triton.routed_experts import BLOCKS, Matrix, matrix
 from inkling_portable.backends.triton.routed_experts_gemm import combine_kernel
 from inkling_portable.backends.triton.routed_experts_sort import make_plan
+from inkling_portable.formats import ARRANGED
 
 SOURCE = Path(__file__).with_name("routed_experts.cu")
 FEW_SOURCE = Path(__file__).with_name("routed_experts_few.cu")
@@ -170,10 +171,10 @@ def routed_experts(
     interleaved: bool,
 ) -> Tensor:
     """See the contract and the Triton provider, whose limits hold."""
-    tokens = x.shape[0]
-    if tokens and ids.shape[1] and x.dtype == torch.bfloat16 and format in BLOCKS:
-        up = matrix("w13", w13, w13_scale, w13_global, format, x)
-        down = matrix("w2", w2, w2_scale, w2_global, format, x)
+    tokens, form = x.shape[0], format.removesuffix(ARRANGED)
+    if tokens and ids.shape[1] and x.dtype == torch.bfloat16 and form in BLOCKS:
+        up = replace(matrix("w13", w13, w13_scale, w13_global, form, x), arranged=form != format)
+        down = replace(matrix("w2", w2, w2_scale, w2_global, form, x), arranged=form != format)
         aligned = x.stride(-1) == 1 and (x.stride(0) % 8, x.data_ptr() % 16) == (0, 0)
         if act == "bf16" and aligned and fits(up, 128) and fits(down, 128):
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -205,6 +206,7 @@ def _stream(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, h
         "UP_TILES": how.up_tiles, "UP_KS": how.up_columns, "DOWN_TILES": how.down_tiles,
         "DOWN_KS": how.down_columns, "STAGES": how.stages, "RESIDENT": how.resident,
         "BRINGERS": how.bringers, "LISTED": _listed(pairs), "BUFFERS": how.buffers(up, down, pairs),
+        "ARRANGED": int(up.arranged),
     }  # fmt: skip
     run = kernel(FEW_SOURCE, "experts", tuple(macros.items()), x.device.index)
     threads = 32 * (how.warps + 1 + how.bringers)
@@ -240,6 +242,7 @@ def _run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inte
             "BLOCK": BLOCKS[m.form], "GAIN": int(m.gain is not None), "UP": int(is_up),
             "INTERLEAVED": int(interleaved), "HALF": m.rows // 2, "WARPS_M": how.warps,
             "TILES": how.tiles, "NT": how.groups, "RESIDENT": how.resident,
+            "ARRANGED": int(m.arranged),
         }  # fmt: skip
         run = kernel(SOURCE, "experts", tuple(macros.items()), x.device.index)
         run.launch(((last - first) // (16 * how.warps * how.tiles), tiles), 32 * how.warps,

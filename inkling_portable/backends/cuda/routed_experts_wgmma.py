@@ -156,6 +156,7 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, up: Matrix, down: Matrix, inter
             "HALF": m.rows // 2, "GROUPS": how.groups, "NT": how.tokens, "GRAIN": how.grain,
             "LEAST": how.least, "HALVES": how.halves, "STAGES": stages, "RUN": how.run,
             "RESIDENT": how.resident, "SORTED": int(how.tokens >= SORTED_FROM),
+            "ARRANGED": int(m.arranged),
         }  # fmt: skip
         slabs = m.rows // (64 * how.groups)
         blocks = min(count * slabs // how.run, how.resident * compute_units())

@@ -241,7 +241,8 @@ def routed_experts(
     x [T, H]; ids [T, k] int32, distinct in a row as `route` gives them, any number outside
     0 .. E-1 adding nothing; weights [T, k] float32; w13 [E, 2I, H] and w2 [E, H, I], packed to half
     the columns for the 4-bit formats, with block scales and per-expert global scales as
-    `formats` describes them. `act` says how activations are rounded before each product: bf16
+    `formats` describes them, whose codes are `formats.arranged` where `format` ends in ARRANGED.
+    `act` says how activations are rounded before each product: bf16
     (not at all), fp8, nvfp4 or mxfp4. -> [T, H]; the sum over experts is rounded once.
     """
     total = torch.zeros_like(acc(x))
@@ -265,6 +266,7 @@ def _dense(w: Tensor, scale: Tensor | None, global_scale: Tensor | None, expert:
         return acc(w[expert]).to(acc(x).dtype)
     from inkling_portable import formats
 
+    codes, format = formats.as_stored(w[expert], format)
     if scale is None:
         raise ValueError(
             f"routed_experts: format {format!r} needs block scales; pass w13_scale and w2_scale"
@@ -275,12 +277,12 @@ def _dense(w: Tensor, scale: Tensor | None, global_scale: Tensor | None, expert:
                 "routed_experts: format 'nvfp4' needs global scales; pass w13_global and w2_global"
             )
         return formats.dequantize_nvfp4(
-            w[expert], scale[expert], global_scale[expert], dtype=acc(x).dtype
+            codes, scale[expert], global_scale[expert], dtype=acc(x).dtype
         )
     if format == "mxfp4":
-        return formats.dequantize_mxfp4(w[expert], scale[expert], dtype=acc(x).dtype)
+        return formats.dequantize_mxfp4(codes, scale[expert], dtype=acc(x).dtype)
     if format == "fp8":
-        return formats.dequantize_fp8(w[expert], scale[expert], dtype=acc(x).dtype)
+        return formats.dequantize_fp8(codes, scale[expert], dtype=acc(x).dtype)
     raise ValueError(
         f"routed_experts: unknown weight format {format!r}; known are bf16, nvfp4, mxfp4, fp8"
     )

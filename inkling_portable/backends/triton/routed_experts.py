@@ -35,6 +35,7 @@ from inkling_portable.backends.triton.routed_experts_tuning import (
     tiling,
     tokens_per_tile,
 )
+from inkling_portable.formats import as_stored
 
 FORMATS = ("bf16", "nvfp4", "mxfp4", "fp8")
 BLOCKS = {"nvfp4": 16, "mxfp4": 32}
@@ -50,6 +51,7 @@ class Matrix:
     form: str  # "bf16", "nvfp4", "mxfp4", "fp8" or "fp8fnuz"
     rows: int
     inner: int
+    arranged: bool = False  # as `formats.arranged`; the kernels beside this take no such codes
 
     def strides(self) -> tuple[int, ...]:
         """Strides of expert and row: codes, scale, gain."""
@@ -126,6 +128,7 @@ def routed_experts(
 
     An id outside 0 .. E-1 adds nothing. MXFP4 scales from 2^64 (codes above 190) may give NaN.
     """
+    (w13, _), (w2, format) = as_stored(w13, format), as_stored(w2, format)  # slow where it copies
     if act != "bf16":
         raise ValueError(f"routed_experts: provider triton needs act 'bf16'; found {act!r}; "
                          "use provider reference for quantised activations")  # fmt: skip
