@@ -119,8 +119,9 @@ def few_most(inner: int) -> int:
 def stream_settings(tokens: int, hidden: int, inner: int) -> tuple[Stream, ...]:
     """Settings of a few tokens, as measured on an H200; the first that fits is taken."""
     if inner <= 384:
-        warps = 12 if tokens <= 64 else 16
-        return tuple(Stream(warps, warps, 1, hidden, 1, inner, stages, 1, 3) for stages in (3, 2))
+        warps = 12 if tokens <= 12 or 24 < tokens <= 64 else 16
+        most = 2 if 4 < tokens <= 12 else 3
+        return tuple(Stream(warps, warps, 1, hidden, 1, inner, s, 1, most) for s in (3, 2))
     if inner <= 1024:
         return tuple(Stream(8, 8, 1, hidden, 1, inner, stages, 1, 3) for stages in (3, 2))
     return Stream(8, 8, 1, hidden, 1, 1024, 2, 1, 7), Stream(8, 8, 1, hidden, 1, 512, 3, 1, 7)
