@@ -17,6 +17,7 @@ from torch import Tensor
 
 from inkling_portable.commands.convert import convert
 from inkling_portable.commands.tiny import write_tiny
+from inkling_portable.model import experts, self_check
 from tests.vllm_cpu.conftest import Engine, Oracle, prompt
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -115,8 +116,28 @@ def test_equals_its_plain_twin(case: str, tmp_path: Path) -> None:
         """Bytes of one number of every sparse layer's routed experts, times two."""
         held = (layer.mlp.experts.routed_experts for layer in model.model.layers[1:])
         full = 8 * 128 * 128  # experts, gate and up rows, columns
-        return [2 * experts.w13_weight.nbytes // full for experts in held]
+        return [2 * stack.w13_weight.nbytes // full for stack in held]
 
     # The first sparse layer is plain; the others stay as small as their files.
     small = 2 if weights == "fp8" else 1
     assert engine.on_model(sizes) == [8, small, small]
+
+
+def test_arranged_codes_answer_as_stored_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU's kernel wants, by the contract here: loaded, served, drafted, checked."""
+    monkeypatch.setattr(experts, "ARRANGES", (("reference",),))
+    folder = tmp_path / "quantised"
+    sizes = {"layers": 3, "intermediate_size": 128}
+    write_tiny(folder, dtype="float32", weights="nvfp4", layout="modelopt", **sizes)
+    make_twin(folder, tmp_path / "twin")
+    asked = {"inkling_portable": {"routed_experts": "reference"}}
+    engine = check_against_twin(folder, tmp_path / "twin", "arranged", additional_config=asked)
+    own = engine.on_model(lambda model: [
+        (layer.format, bool(layer.routed_experts.arranged)) for layer in model.modules()
+        if isinstance(layer, experts.OwnExperts)
+    ])  # fmt: skip
+    assert own == [("bf16", False), ("nvfp4-arranged", True)]
+    line = engine.on_model(lambda model: self_check.check(model, model.vllm_config))
+    assert line is not None and "agree with their contracts" in line
