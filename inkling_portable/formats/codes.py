@@ -210,7 +210,8 @@ def arranged(packed: Tensor) -> Tensor:
     Kernels want two codes in the halves of a word, each with its value at bits 6 to 8 and its sign
     at bit 15. Here codes j and j + 4 come there by one shift for j = 0 (6 to the left), 1 (none)
     and 2 (a rotation by 6 to the right); for j = 3 by 4 to the left, but the last bit by 4 to the
-    right. As stored they take half as many operations more. `as_stored` undoes it.
+    right. As stored they take half as many operations more. `as_stored` undoes it. Raises
+    ValueError for other dtypes and shapes.
     """
     return _moved(packed, _MOVES)
 
@@ -224,7 +225,10 @@ def as_stored(packed: Tensor, format: str) -> tuple[Tensor, str]:
 
 
 def _moved(packed: Tensor, moves: Iterable[tuple[int, int]]) -> Tensor:
-    words = packed.view(torch.int32)
+    if packed.dtype != torch.uint8 or packed.shape[-1] % 4:
+        raise ValueError("arranging 4-bit codes needs rows of uint8 in whole fours of bytes; found "
+                         f"{packed.dtype} {list(packed.shape)}")  # fmt: skip
+    words = packed.contiguous().view(torch.int32)
     out = torch.zeros_like(words)
     for bits, left in moves:
         moved = words << left if left >= 0 else words >> -left

@@ -526,3 +526,7 @@ def test_arranged_codes_are_where_kernels_look() -> None:
             for half, code in enumerate((eight[j], eight[j + 4])):
                 bits = both >> 16 * half
                 assert (bits >> 15 & 1) << 3 | bits >> 6 & 7 == code
+    assert torch.equal(f.arranged(stored[:, ::2]), there[:, ::2])
+    for odd in (stored[..., :3], stored.float()):
+        with pytest.raises(ValueError, match="in whole fours of bytes; found"):
+            f.arranged(odd)

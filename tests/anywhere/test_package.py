@@ -43,9 +43,9 @@ def test_line_budget() -> None:
     6,200 for commands and chat, of which the questions of `eval`, their words, pictures and sounds
     are 1,000, `bench serve` 350, and chat's own renderer, parsers and grammars 1,400;
     what is wrong with options before anything is started 60, formats that none can have 25.
-    3,475 for what is left: the conversion of checkpoints, 1,200 of them, came after a first figure
+    3,480 for what is left: the conversion of checkpoints, 1,200 of them, came after a first figure
     of 2,500, which AMD code was executed is 110, what drafts cost is 70 and
-    the recipe's strategies are 75, and arranged codes 45.
+    the recipe's strategies are 75, and arranged codes 50.
     """
     apart = sources(*APART)
     core = [*sources("backends", "model"), PACKAGE / "registry.py"]
@@ -53,7 +53,7 @@ def test_line_budget() -> None:
     assert len(core) > 30 and len(rest) > 5, "the budget was measured over the wrong folder"
     assert line_count(core) <= 16_365
     assert line_count(apart) <= 6_225
-    assert line_count(rest) <= 3_475
+    assert line_count(rest) <= 3_480
     assert {p.name: n for p in sources() if (n := line_count([p])) > 700} == {}
 
 
