@@ -150,7 +150,7 @@ class OwnWeights(nn.Module):
         setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
 
     def arrange(self) -> None:
-        """Give 4-bit codes the places that a kernel of ARRANGED wants; `arranged` says it is done.
+        """Give 4-bit codes the places that kernels of ARRANGES want; `arranged` says it is done.
 
         It is a buffer, as weights that are saved from here come back with it.
         """
