@@ -482,6 +482,10 @@ class Resolved:
 
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
+    def serving(self, op: str) -> tuple[str, ...]:
+        """Providers chosen for `op`, in the order in which they are tried."""
+        return tuple(d.provider for d in self.decisions if (d.op, d.verdict) == (op, "chosen"))
+
     @property
     def digest(self) -> str:
         """Equal on ranks that decided equally."""

@@ -208,10 +208,9 @@ class OwnExperts(nn.Module):
             text.hidden_size, text.expert_width // self.split, self.local, layout
         )
         # Whole chunks of columns, or the provider would hand steps to one that has to undo it.
-        chosen = [d.provider for d in self.ops.decisions
-                  if (d.op, d.verdict) == ("routed_experts", "chosen")]  # fmt: skip
         even = not (text.hidden_size % 128 or text.expert_width // self.split % 128)
-        arrange = (*chosen,) in ARRANGES and format in ("nvfp4", "mxfp4") and even
+        arrange = (self.ops.serving("routed_experts") in ARRANGES and even
+                   and format in ("nvfp4", "mxfp4"))  # fmt: skip
         self.format = format + ARRANGED * arrange
         self.quant_method = AfterLoading(self._finish if arrange else self.routed_experts.finish)
 

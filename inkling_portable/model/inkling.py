@@ -338,10 +338,7 @@ def _announce(model: InklingForCausalLM, seconds: float) -> None:
         logger.info("inkling_portable: %s computes %s", provider, ", ".join(names))
     for format in sorted({m.format for m in model.modules() if isinstance(m, MoE)}):
         if format != model.settings.facts.weights:
-            kept = model.settings.expert_ops(format).decisions
-            [name] = [
-                d.provider for d in kept if d.op == "routed_experts" and d.verdict == "chosen"
-            ]
+            [name] = model.settings.expert_ops(format).serving("routed_experts")
             logger.info("inkling_portable: %s computes routed_experts of %s", name, format)
     outcome = model.settings.self_test
     if outcome.agreed or outcome.failed or outcome.off:

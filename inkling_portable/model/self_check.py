@@ -50,7 +50,7 @@ def check(model: Any, vllm_config: VllmConfig) -> str | None:
     shares, part, end = dict[str, float](), "", 0  # of what is allowed, by kernel and part
 
     def noted(ops: Resolved, name: str, kernel: Any) -> Any:
-        chosen = [d.provider for d in ops.decisions if (d.op, d.verdict) == (name, "chosen")]
+        chosen = ops.serving(name)
 
         def call(*args: Any) -> Any:
             op, where = contract(name), f"{name} by {', then '.join(chosen)} in {part}"
